@@ -1,0 +1,91 @@
+"""The kernels in plain torch: the oracle they are tested against, and the path that serves on a CPU.
+
+Tokens are walked over by mix, so requests with the same mix share a matmul; an adapter's rows are gathered once per
+call and module. Everything is added up in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_lora_tree.kernels.pairs import Pairs
+from sglang_lora_tree.kernels.pool import PoolView
+from sglang_lora_tree.kernels.table import AdapterTable
+
+
+def gather_rows(
+    table: AdapterTable, pool: PoolView, adapter: int, layer: int, module: int, skip: int, rank: int, size: int
+) -> torch.Tensor:
+    """Gather one matrix of an adapter out of the pool: rank rows, each lying there in ceil(size / W) chunks of W.
+
+    Parameters
+    ----------
+    adapter, layer, module : int
+        Which entry of the table.
+    skip : int
+        Pool rows between the module's first row and the matrix: 0 for A, A's pool rows for B.
+    rank, size : int
+        The matrix's shape.
+
+    Returns
+    -------
+    Tensor
+        (rank, size), the pool's dtype.
+    """
+    chunks = -(-size // pool.width)
+    first_slot, slot_count = int(table.first_slot[adapter]), int(table.slot_count[adapter])
+    slots = table.slots[first_slot : first_slot + slot_count]
+    start = int(table.row_start[adapter, layer, module]) + skip
+    stop = start + rank * chunks
+    parts = []
+    for plane in range(start // slot_count, -(-stop // slot_count)):  # the rows run through whole planes in order
+        begin = plane * slot_count
+        parts.append(pool.planes[plane][slots[max(start - begin, 0) : stop - begin]])
+    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return rows.view(rank, chunks * pool.width)[:, :size]
+
+
+def shrink(
+    x: torch.Tensor, z: torch.Tensor, table: AdapterTable, pool: PoolView, pairs: Pairs, layer: int,
+    modules: tuple[int, ...],
+) -> None:  # fmt: skip
+    """Write z[t, j, m, r] = x[t] . A[r], A of the j-th member of t's mix and modules[m]. See lora.shrink."""
+    d_in = x.shape[1]
+    rows: dict[tuple[int, int], torch.Tensor] = {}
+    for mix, tokens in pairs.groups.items():
+        tokens = tokens.to(x.device)
+        x_tokens = x[tokens].float()
+        for j, (adapter, _) in enumerate(mix):
+            for m, module in enumerate(modules):
+                rank = int(table.rank[adapter, layer, module])
+                if rank == 0:
+                    continue
+                if (adapter, m) not in rows:
+                    rows[adapter, m] = gather_rows(table, pool, adapter, layer, module, 0, rank, d_in).float()
+                z[tokens, j, m, :rank] = x_tokens @ rows[adapter, m].T
+
+
+def expand(
+    z: torch.Tensor, y: torch.Tensor, table: AdapterTable, pool: PoolView, pairs: Pairs, layer: int,
+    modules: tuple[int, ...], output_offsets: tuple[int, ...], output_widths: tuple[int, ...], *, d_in: int,
+) -> None:  # fmt: skip
+    """Add w_j s_j z[t, j, m] B over a token's members j to y[t, output m], rounding once. See lora.expand."""
+    rows: dict[tuple[int, int], torch.Tensor] = {}
+    for mix, tokens in pairs.groups.items():
+        tokens = tokens.to(y.device)
+        for m, module in enumerate(modules):
+            offset, width = output_offsets[m], output_widths[m]
+            total: torch.Tensor | None = None
+            for j, (adapter, weight) in enumerate(mix):
+                rank = int(table.rank[adapter, layer, module])
+                if rank == 0:
+                    continue
+                if (adapter, m) not in rows:
+                    skip = rank * -(-d_in // pool.width)
+                    rows[adapter, m] = gather_rows(table, pool, adapter, layer, module, skip, rank, width).float()
+                factor = table.scaling[adapter, layer, module] * weight
+                part = (z[tokens, j, m, :rank] * factor) @ rows[adapter, m]
+                total = part if total is None else total + part
+            if total is not None:
+                output = y[:, offset : offset + width]
+                output[tokens] = (output[tokens].float() + total).to(y.dtype)
