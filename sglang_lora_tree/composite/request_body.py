@@ -1,0 +1,172 @@
+"""A request's mixes: the several fields in which a body may name adapters, brought together into one value per prompt.
+
+No SGLang here. Fields: ``lora_path`` (SGLang), ``lora`` (llama.cpp), ``merged_adapters`` (LoRAX) and ``model``
+(OpenAI: an adapter's name, ``base:adapter``, ``base:math:0.7,json:0.3``, or the mix alone). Each holds one mix for
+the whole request or, except ``model``, a list with one mix per prompt. A list whose elements are entries with a name
+is one mix, not one per prompt. Fields that say the same are fine; fields that disagree are an error, because any
+choice between them would be a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_lora_tree.composite.mix import Mix, MixError, is_one_mix, parse_mix
+
+MIX_FIELDS = ("lora_path", "lora", "merged_adapters")
+
+
+class UnknownModelError(MixError):
+    """A ``model`` that is neither the base model, nor an adapter, nor a mix of adapters."""
+
+
+@dataclass(frozen=True)
+class Naming:
+    """What a request may name."""
+
+    adapters: Collection[str]
+    """Every registered adapter, also those that were evicted from memory."""
+    base: Collection[str]
+    """The names of the base model."""
+    max_members: int
+
+    def parse(self, value: Any) -> Mix | None:
+        return parse_mix(value, self.adapters.__contains__, self.max_members, examples=self.adapters)
+
+    def parse_model(self, model: str) -> Mix | None:
+        """The mix that an OpenAI ``model`` asks for; None is the base model.
+
+        Raises:
+            UnknownModelError: the whole string names nothing that is served.
+            MixError: ``base:`` followed by something that is not a mix of known adapters.
+        """
+        if model in self.base:
+            return None
+        if model in self.adapters:
+            return self.parse(model)
+        for base in sorted(self.base, key=len, reverse=True):
+            if base and model.startswith(f"{base}:"):
+                return self.parse(model[len(base) + 1 :].strip())
+        try:
+            return self.parse(model)
+        except MixError as error:
+            base_names = ", ".join(sorted(filter(None, self.base)))
+            raise UnknownModelError(
+                f"The model {model!r} does not exist: it is neither the base model ({base_names}), "
+                f"nor an adapter or a mix of adapters ({error})"
+            ) from None
+
+
+def take_mixes(
+    body: MutableMapping[str, Any], naming: Naming, *, prompt_fields: Collection[str] = (), model: str = "ignored"
+) -> str | list[str | None] | None:
+    """Take every mix field out of a request's body and return what they ask for, as canonical text.
+
+    Args:
+        body: the parsed JSON body; the mix fields are removed, ``model`` stays (it is echoed in the answer).
+        naming: the names in force.
+        prompt_fields: the fields that may hold a batch of prompts at this endpoint.
+        model: "ignored"; "strict" (a name that is not served is an error); "lenient" (it is the base model).
+
+    Returns:
+        One text for all prompts, a list with one text (or None) per prompt, or None: the base model.
+
+    Raises:
+        UnknownModelError: see ``model``.
+        MixError: a malformed field, a list that does not fit the batch, or fields that disagree.
+    """
+    prompts = count_prompts(body.get, prompt_fields)
+    asked: dict[str, list[Mix | None]] = {}
+    for field in MIX_FIELDS:
+        value = body.pop(field, None)
+        if value is not None:
+            asked[field] = _parse_field(field, value, prompts, naming)
+    name = body.get("model")
+    if model != "ignored" and isinstance(name, str) and name not in naming.base:
+        try:
+            asked["model"] = [naming.parse_model(name)]
+        except UnknownModelError:
+            if model == "strict":
+                raise
+        except MixError as error:
+            error.args = (f"model {name!r}: {error}",)
+            raise
+    return _agree(asked)
+
+
+def canonical_mixes(value: Any, prompts: int | None, naming: Naming) -> str | list[str | None] | None:
+    """The canonical text of a ``lora_path`` given to the Engine API; prompts is None for a single prompt."""
+    return None if value is None else _agree({"lora_path": _parse_field("lora_path", value, prompts, naming)})
+
+
+def count_prompts(get: Callable[[str], Any], fields: Collection[str]) -> int | None:
+    """Length of the batch in the first field that is set; None for a single prompt (text, token ids or embeddings)."""
+    for field in fields:
+        value = get(field)
+        if value is None:
+            continue
+        if not isinstance(value, list):
+            return None
+        first = value[0] if value else None
+        if field == "input_embeds":  # tokens x width, one list deeper than token ids
+            first = first[0] if isinstance(first, list) and first else None
+        is_batch = isinstance(first, list) if field in ("input_ids", "input_embeds") else not isinstance(first, int)
+        return len(value) if is_batch else None
+    return None
+
+
+def _parse_field(field: str, value: Any, prompts: int | None, naming: Naming) -> list[Mix | None]:
+    """One mix per prompt, or a list of one mix for all."""
+    if not isinstance(value, list) or is_one_mix(value) or not value:
+        return [_parse_item(field, value, naming)]
+    if len(value) != (prompts or 1):
+        batch = "a single prompt" if prompts is None else f"a batch of {prompts}"
+        cure = 'one mix for the whole request is text, an object or [{"name": ..., "scale": ...}, ...]'
+        raise MixError(f"{field}: a list of {len(value)} mixes for {batch}; {cure}")
+    mixes: dict[str, Mix | None] = {}  # a batch usually repeats a few texts
+    parsed = []
+    for index, item in enumerate(value, 1):
+        if not isinstance(item, str):
+            parsed.append(_parse_item(f"{field}, prompt {index}", item, naming))
+            continue
+        if item not in mixes:
+            mixes[item] = _parse_item(f"{field}, prompt {index}", item, naming)
+        parsed.append(mixes[item])
+    return parsed
+
+
+def _parse_item(place: str, value: Any, naming: Naming) -> Mix | None:
+    has_ids = isinstance(value, Mapping) and isinstance(value.get("ids"), list)
+    if place.startswith("merged_adapters") and value and not has_ids:
+        raise MixError(f'{place}: want {{"ids": ["math", "json"], "weights": [0.7, 0.3]}}')
+    try:
+        return naming.parse(value)
+    except MixError as error:
+        error.args = (f"{place}: {error}",)
+        raise
+
+
+def _agree(asked: Mapping[str, list[Mix | None]]) -> str | list[str | None] | None:
+    if not asked:
+        return None
+    length = max(len(mixes) for mixes in asked.values())
+    columns = {field: mixes if len(mixes) == length else mixes * length for field, mixes in asked.items()}
+    first, *others = columns
+    for field in others:
+        for index, (left, right) in enumerate(zip(columns[first], columns[field], strict=True), 1):
+            if left != right:
+                place = f" for prompt {index}" if length > 1 else ""
+                raise MixError(
+                    f"two forms disagree{place}: {first} asks for {_show(left)}, {field} for {_show(right)}; "
+                    "give the mix once"
+                )
+    texts = [None if mix is None else mix.text for mix in columns[first]]
+    if not any(texts):
+        return None
+    return texts[0] if length == 1 else texts
+
+
+def _show(mix: Mix | None) -> str:
+    return "the base model" if mix is None else mix.text

@@ -1,0 +1,140 @@
+"""The hooks in SGLang's tokenizer manager: from a request's mix to acquired members and one ``lora_id``.
+
+The request object keeps a string, ``lora_path`` = the canonical text of its mix, so that everything SGLang does with
+``lora_path`` (batches, n > 1, logs, counting releases) goes on working. Every request ends in
+``TokenizerManager.generate_request``, whatever the endpoint or API, so that is where ``lora_path`` is settled:
+
+- over HTTP, ``http_hooks`` read the body's fields and left the outcome in ``REQUEST_MIX``; it replaces whatever the
+  endpoint put into ``lora_path``, because SGLang's own reading of ``model`` splits an adapter's name at its first
+  colon;
+- through ``sgl.Engine``, ``lora_path`` itself may be any form of the grammar.
+
+A request that fails, is aborted or loses its client before, between or after these steps gives back every member it
+acquired: SGLang releases ``lora_id`` exactly once on every such path, and the hook on ``release`` takes it apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_lora_tree.composite.lora_id import decode_lora_id, encode_lora_id
+from sglang_lora_tree.composite.mix import DEFAULT_MAX_MEMBERS
+from sglang_lora_tree.composite.request_body import Naming, canonical_mixes, count_prompts
+from sglang_lora_tree.config import current_settings
+
+DEFAULT_MODEL = "default"
+"""What SGLang's OpenAI endpoints take for the base model when a request has no ``model``."""
+PROMPT_FIELDS = ("text", "input_ids", "input_embeds")
+
+REQUEST_MIX: ContextVar[tuple[str | list[str | None] | None] | None] = ContextVar("lora_tree_request_mix", default=None)
+"""The mix that an HTTP request asks for, in a tuple of one; None outside a request. Each request runs in a context
+of its own."""
+
+_ACQUIRE_ATTEMPTS = 3
+
+
+def naming_of(tokenizer_manager: Any) -> Naming:
+    """The names in force: every adapter ever loaded, as those evicted by max_loaded_loras are loaded again on use."""
+    settings = current_settings()
+    adapters = tokenizer_manager.lora_ref_cache
+    served = tokenizer_manager.served_model_name
+    # An adapter that is called like one of the base model's other names is that adapter.
+    others = (name for name in (tokenizer_manager.model_path, DEFAULT_MODEL, "") if name not in adapters)
+    return Naming(adapters, (served, *others), settings.max_members if settings else DEFAULT_MAX_MEMBERS)
+
+
+def settle_lora_path(tokenizer_manager: Any, obj: Any, request: Any = None) -> None:
+    """BEFORE ``TokenizerManager.generate_request``: ``obj.lora_path`` becomes canonical text, or a list of one per prompt.
+
+    Raises:
+        MixError: ``lora_path`` is malformed or does not fit the batch.
+    """
+    over_http = REQUEST_MIX.get()
+    if over_http is not None:
+        obj.lora_path = over_http[0]
+    elif obj.lora_path is not None:
+        prompts = count_prompts(lambda field: getattr(obj, field, None), PROMPT_FIELDS)
+        obj.lora_path = canonical_mixes(obj.lora_path, prompts, naming_of(tokenizer_manager))
+
+
+async def acquire_members(original: Callable[..., Coroutine[Any, Any, None]], tokenizer_manager: Any, obj: Any) -> None:
+    """AROUND ``TokenizerManager._resolve_lora_path``: load what was evicted, acquire every member, set ``obj.lora_id``.
+
+    The original is called with all members in place of the mixes: it loads evicted adapters, checks
+    ``max_loaded_loras`` (on adapters, which is what the setting counts), and looks all of them up before it counts
+    any, so a failure leaves nothing held.
+    """
+    batched = isinstance(obj.lora_path, list)
+    naming = naming_of(tokenizer_manager)
+    mixes = [naming.parse(text) for text in (obj.lora_path if batched else [obj.lora_path])]
+    ids = await _acquire(original, tokenizer_manager, [name for mix in mixes if mix for name in mix.names])
+    id_of = iter(ids)
+    lora_ids = [mix and encode_lora_id([(next(id_of), weight) for _, weight in mix.members]) for mix in mixes]
+    lora_paths = [mix and mix.text for mix in mixes]
+    obj.lora_path, obj.lora_id = (lora_paths, lora_ids) if batched else (lora_paths[0], lora_ids[0])
+    # Sub-requests that SGLang has made and cached already.
+    for index, sub_obj in obj.__dict__.get("_sub_obj_cache", {}).items():
+        sub_obj.lora_path, sub_obj.lora_id = lora_paths[index], lora_ids[index]
+
+
+async def _acquire(
+    original: Callable[..., Coroutine[Any, Any, None]], tokenizer_manager: Any, names: list[str]
+) -> list[str]:
+    """The registry ids of ``names``, each counted once per mention."""
+    if not names:
+        return []
+    for attempt in range(1, _ACQUIRE_ATTEMPTS + 1):
+        flat = SimpleNamespace(lora_path=names, lora_id=None)  # all that the original reads and writes
+        task = asyncio.ensure_future(original(tokenizer_manager, flat))
+        try:
+            await asyncio.shield(task)
+            assert isinstance(flat.lora_id, list) and len(flat.lora_id) == len(names), (
+                f"{len(names)} members, ids {flat.lora_id}"
+            )
+            return flat.lora_id
+        except asyncio.CancelledError:
+            # The client left. Cancelling half-way could leave some members counted for ever: let it finish, then give
+            # them back.
+            task.add_done_callback(partial(_give_back, tokenizer_manager.lora_registry, flat))
+            raise
+        except ValueError as error:
+            # A member may have been evicted, by another request's load, between its own load and the lookup.
+            if attempt == _ACQUIRE_ATTEMPTS or "not loaded" not in str(error):
+                raise
+    raise AssertionError("unreachable")
+
+
+_give_back_tasks: set[asyncio.Task[None]] = set()  # the event loop holds tasks weakly
+
+
+def _give_back(registry: Any, flat: SimpleNamespace, acquiring: asyncio.Future[None]) -> None:
+    if acquiring.cancelled() or acquiring.exception() is not None:
+        return
+    task = asyncio.ensure_future(registry.release(flat.lora_id))
+    _give_back_tasks.add(task)
+    task.add_done_callback(_give_back_tasks.discard)
+
+
+async def release_members(
+    original: Callable[..., Coroutine[Any, Any, None]], registry: Any, lora_id: str | list[str | None] | None
+) -> None:
+    """AROUND ``LoRARegistry.release``: release every member of every mix. None, from a request that failed before it
+    acquired anything, releases nothing."""
+    lora_ids = lora_id if isinstance(lora_id, list) else [lora_id]
+    members = [member for one in lora_ids if one for member, _ in decode_lora_id(one)]
+    if members:
+        await original(registry, members)
+
+
+HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
+    ("sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", settle_lora_path, HookType.BEFORE),
+    ("sglang.srt.managers.tokenizer_manager.TokenizerManager._resolve_lora_path", acquire_members, HookType.AROUND),
+    ("sglang.srt.lora.lora_registry.LoRARegistry.release", release_members, HookType.AROUND),
+]
