@@ -294,7 +294,14 @@ def _float32(weight: float) -> float:
 
 def _decimal(weight: float) -> str:
     """The shortest decimal that reads back (through float64) to the same float32; nine digits always do."""
-    return next(text for digits in range(1, 10) if _float32(float(text := f"{weight:.{digits}g}")) == weight)
+    for digits in range(1, 10):
+        text = f"{weight:.{digits}g}"
+        try:
+            if _float32(float(text)) == weight:
+                return text
+        except OverflowError:  # rounded up, beyond the largest float32
+            continue
+    raise AssertionError(f"{weight!r} is not a float32 value")
 
 
 def _listing(examples: Iterable[str]) -> str:

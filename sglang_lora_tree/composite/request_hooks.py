@@ -51,7 +51,7 @@ def naming_of(tokenizer_manager: Any) -> Naming:
 
 
 def settle_lora_path(tokenizer_manager: Any, obj: Any, request: Any = None) -> None:
-    """BEFORE ``TokenizerManager.generate_request``: ``obj.lora_path`` becomes canonical text, or a list of one per prompt.
+    """BEFORE ``TokenizerManager.generate_request``: ``obj.lora_path`` becomes canonical text, per prompt in a batch.
 
     Raises:
         MixError: ``lora_path`` is malformed or does not fit the batch.
