@@ -13,7 +13,7 @@ from sglang_lora_tree.kernels.table import NUM_MODULES, RANK_TILE, AdapterTable
 
 
 @triton.jit(do_not_specialize=["layer"])
-def _expand_kernel(
+def _expand_kernel(  # type: ignore[no-untyped-def]
     z, y, pointers, slots, first_slot, slot_count, row_start, rank, scaling,
     seg_indptr, pair_indptr, pair_adapter, pair_weight, tile_req, tile_start,
     layer, y_stride, record_stride,

@@ -1,13 +1,16 @@
-"""Where a pool row starts: the piece of address arithmetic that the Triton kernels share."""
+"""What the Triton kernels share: where a pool row starts, and how much of it is taken at once."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+from sglang_lora_tree.kernels.pool import PoolView
+
 
 @triton.jit
-def row_addresses(
+def row_addresses(  # type: ignore[no-untyped-def]
     rows, mask, pointers, slots, slot_count, W: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
 ):
     """Return pointers to pool rows: row i starts in plane i // n at slot slots[i % n].
@@ -16,10 +19,16 @@ def row_addresses(
     adapter's run, slot_count is its length n. The product slot * W is taken in int64: pools exceed 2^31 elements.
     """
     plane = tl.load(pointers + rows // slot_count, mask=mask, other=0)
-    if ALIGNED:
-        plane = tl.multiple_of(plane, 16)  # lets the loads be 16 bytes wide; addresses read from a table hide it
     slot = tl.load(slots + rows % slot_count, mask=mask, other=0)
-    return plane.to(tl.pointer_type(DTYPE)) + slot.to(tl.int64) * W
+    addresses = plane.to(tl.pointer_type(DTYPE)) + slot.to(tl.int64) * W
+    if ALIGNED:
+        addresses = tl.multiple_of(addresses, 16)  # lets loads be 16 bytes wide: the compiler cannot know it
+    return addresses
+
+
+def upcasts(pool: PoolView) -> bool:
+    """Whether tl.dot must be given float32: Triton's interpreter multiplies bfloat16's bit patterns as integers."""
+    return pool.dtype == torch.bfloat16 and triton.knobs.runtime.interpret
 
 
 def block_width(width: int, largest: int = 128) -> int:

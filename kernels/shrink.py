@@ -8,18 +8,18 @@ import triton.language as tl
 
 from sglang_lora_tree.kernels.pairs import BLOCK_T, Pairs
 from sglang_lora_tree.kernels.pool import PoolView
-from sglang_lora_tree.kernels.rows import block_width, row_addresses
+from sglang_lora_tree.kernels.rows import block_width, row_addresses, upcasts
 from sglang_lora_tree.kernels.table import NUM_MODULES, RANK_TILE, AdapterTable
 
 
 @triton.jit(do_not_specialize=["layer"])
-def _shrink_kernel(
+def _shrink_kernel(  # type: ignore[no-untyped-def]
     x, z, pointers, slots, first_slot, slot_count, row_start, rank,
     seg_indptr, pair_indptr, pair_adapter, tile_req, tile_start,
     layer, x_stride, record_stride,
     D: tl.constexpr, W: tl.constexpr, J: tl.constexpr, R: tl.constexpr, MODULES: tl.constexpr,
     TABLE_MODULES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of tokens of one request x one of its members x one module x one tile of ranks."""
     NUM: tl.constexpr = len(MODULES)
@@ -67,6 +67,8 @@ def _shrink_kernel(
             a_tile = tl.load(
                 a_rows[:, None] + inside[None, :], mask=rank_mask[:, None] & k_mask[None, :], other=0.0
             )
+            if UPCAST:
+                x_tile, a_tile = x_tile.to(tl.float32), a_tile.to(tl.float32)
             total = tl.dot(x_tile, tl.trans(a_tile), total, input_precision="ieee")
 
     z_rows = z + tokens.to(tl.int64) * (J * NUM * R) + (j * NUM + m) * R
@@ -87,5 +89,5 @@ def shrink(
         layer, x.stride(0), table.record_stride,
         D=x.shape[1], W=pool.width, J=pairs.max_members, R=table.padded_rank, MODULES=modules,
         TABLE_MODULES=NUM_MODULES, BLOCK_T=BLOCK_T, BLOCK_R=RANK_TILE, BLOCK_K=block_width(pool.width),
-        ALIGNED=pool.aligned,
+        ALIGNED=pool.aligned, UPCAST=upcasts(pool),
     )  # fmt: skip

@@ -1,0 +1,187 @@
+"""Triton kernels against the dense float64 answer and the plain-torch reference, on a GPU or under the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import DOWN, GROUPS, OUT, UP, WIDTHS, K, Q, V, World, all_modules, assert_rounded_once, make_world
+
+from sglang_lora_tree.kernels import add_lora, reference
+from sglang_lora_tree.kernels.lora import expand, shrink, uses_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAN = float("nan")
+
+
+MIXED = [
+    all_modules(3),
+    all_modules(16),
+    {(1, Q): 40, (1, K): 1, (0, DOWN): 2, (1, DOWN): 17, (1, UP): 5},  # ranks differ, modules are absent
+    all_modules(1),
+    {(0, OUT): 4},  # nothing on layer 1
+]
+BATCH = (
+    [1, 17, 2, 1, 0, 33, 1],
+    [
+        [(0, 1.0)],
+        [(0, 0.7), (1, -0.3), (2, 1.5)],
+        [],
+        [(3, 1.0), (2, 0.25)],
+        [(1, 1.0)],
+        [(2, -1.0), (0, 0.5)],
+        [(4, 2.0)],
+    ],
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def triton_is_tested():
+    assert uses_triton(torch.device(DEVICE)), "these tests would only compare the reference with itself"
+
+
+def check(world: World, group: str, batch=BATCH, layer: int = 1, num_tiles: int | None = None) -> None:
+    """add_lora on poisoned, padded operands equals base + float64 delta; what no adapter reaches keeps its bits."""
+    modules, offsets = GROUPS[group]
+    seg_lens, members = batch
+    pairs = world.batch(seg_lens, members, num_tiles)
+    tokens = sum(seg_lens)
+    d_in = world.widths[modules[0]][0]
+    widths = tuple(world.widths[module][1] for module in modules)
+    columns = offsets[-1] + widths[-1]
+    x = world.random(tokens, d_in, seed=1)
+    y = torch.full((tokens, columns + 8), NAN, dtype=world.pool.dtype, device=DEVICE)  # 8 columns not ours
+    y[:, :columns] = world.random(tokens, columns, seed=2)
+    base = y.clone()
+    add_lora(y, x, world.table, world.pool, pairs, layer, modules, offsets, widths)
+
+    assert y[:, columns:].isnan().all(), "columns past the outputs were written"
+    begin = 0
+    for length, mix in zip(seg_lens, members, strict=True):
+        span = slice(begin, begin + length)
+        begin += length
+        for module, offset, width in zip(modules, offsets, widths, strict=True):
+            out, before = y[span, offset : offset + width], base[span, offset : offset + width]
+            if any((adapter, layer, module) in world.matrices for adapter, _ in mix):
+                exact = before.double().cpu() + world.dense(x[span], mix, layer, module)
+                assert_rounded_once(out, exact, scale=10)
+            else:
+                assert torch.equal(out, before), "outputs that no adapter reaches changed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", list(GROUPS))
+def test_mixed_batch(group, dtype):
+    """Ragged requests, mixes of unequal ranks and modules, base requests, an empty one, negative weights."""
+    check(make_world(WIDTHS, MIXED, dtype=dtype, device=DEVICE), group)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 16, 40])
+@pytest.mark.parametrize("width", [16, 24, 64])
+def test_rank_and_width(rank, width):
+    """Any rank, W that divides no d (24), and d below W (64)."""
+    world = make_world(WIDTHS, [all_modules(rank), all_modules(rank)], width=width, device=DEVICE)
+    check(world, "qkv", ([3, 1], [[(0, 1.0), (1, 0.5)], [(1, 1.0)]]))
+
+
+@pytest.mark.parametrize("width", [7, 160])
+def test_unaligned_and_wide_rows(width):
+    """Rows that start at no multiple of 16 bytes, and rows of more than one block with a rest."""
+    widths = {OUT: (330, 200)}
+    check(make_world(widths, [{(1, OUT): 2}], width=width, device=DEVICE), "o", ([2], [[(0, 1.0)]]))
+
+
+def test_skewed_segments():
+    """One request of 100 tokens beside many of one token."""
+    members = [[(0, 1.0), (1, 0.5)]] + [[(i % 2, 1.0)] for i in range(12)]
+    world = make_world(WIDTHS, [all_modules(2), all_modules(5)], device=DEVICE)
+    check(world, "o", ([100] + [1] * 12, members))
+
+
+def test_same_adapter_twice_and_in_several_requests():
+    world = make_world(WIDTHS, [all_modules(2), all_modules(5)], device=DEVICE)
+    check(world, "down", ([2, 3, 1], [[(0, 1.0), (0, -0.5)], [(0, 1.0)], [(1, 1.0), (0, 2.0)]]))
+
+
+def test_one_token():
+    check(make_world(WIDTHS, MIXED, device=DEVICE), "qkv", ([1], [[(2, 1.0)]]))
+
+
+@pytest.mark.parametrize("batch", [([], []), ([0], [[(0, 1.0)]]), ([2, 3], [[], []])])
+def test_nothing_to_do(batch):
+    check(make_world(WIDTHS, [all_modules(2)], device=DEVICE), "gate_up", batch)
+
+
+def test_spare_tiles_do_nothing():
+    """A grid larger than the batch, as a captured graph has it."""
+    check(make_world(WIDTHS, [all_modules(2)], device=DEVICE), "o", ([3, 1], [[(0, 1.0)], []]), num_tiles=4)
+
+
+def test_negative_zero_survives_a_module_that_no_member_has():
+    world = make_world(WIDTHS, [{(1, Q): 2}], device=DEVICE)
+    y = torch.full((1, 88), -0.0, device=DEVICE)
+    pairs = world.batch([1], [[(0, 1.0)]])
+    add_lora(y, world.random(1, 40, 1), world.table, world.pool, pairs, 1, (Q, K, V), (0, 48, 68), (48, 20, 20))
+    assert y[0, 48:].signbit().all()
+
+
+@pytest.mark.parametrize("group", list(GROUPS))
+def test_z_equals_the_reference(group):
+    """Shrink alone, into a poisoned z: written where there is something to write, nowhere else."""
+    world = make_world(WIDTHS, MIXED, device=DEVICE)
+    modules, _ = GROUPS[group]
+    pairs = world.batch(*BATCH)
+    x = world.random(pairs.num_tokens, world.widths[modules[0]][0], seed=1)
+    shape = (pairs.num_tokens, world.max_members, len(modules), world.table.padded_rank)
+    z = torch.full(shape, NAN, device=DEVICE)
+    expected = torch.full(shape, NAN, device=DEVICE)
+    shrink(x, world.table, world.pool, pairs, 1, modules, out=z)
+    reference.shrink(x, expected, world.table, world.pool, pairs, 1, modules)
+    torch.testing.assert_close(z, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("group", list(GROUPS))
+def test_y_equals_the_reference(group):
+    """Expand alone, out of a z that is NaN where it is undefined."""
+    world = make_world(WIDTHS, MIXED, device=DEVICE)
+    modules, offsets = GROUPS[group]
+    d_in = world.widths[modules[0]][0]
+    widths = tuple(world.widths[module][1] for module in modules)
+    pairs = world.batch(*BATCH)
+    z = torch.full((pairs.num_tokens, world.max_members, len(modules), world.table.padded_rank), NAN, device=DEVICE)
+    x = world.random(pairs.num_tokens, d_in, seed=1)
+    reference.shrink(x, z, world.table, world.pool, pairs, 1, modules)
+    y = world.random(pairs.num_tokens, offsets[-1] + widths[-1], seed=2)
+    expected = y.clone()
+    expand(z, y, world.table, world.pool, pairs, 1, modules, offsets, widths, d_in=d_in)
+    reference.expand(z, expected, world.table, world.pool, pairs, 1, modules, offsets, widths, d_in=d_in)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_has_the_same_bits_in_every_batch(dtype):
+    """Alone, at any place in a segment, beside any other mixes: a token's outputs are bit-equal."""
+    world = make_world(WIDTHS, MIXED, dtype=dtype, device=DEVICE)
+    modules, offsets = GROUPS["qkv"]
+    widths = tuple(world.widths[module][1] for module in modules)
+    mix = [(2, 0.7), (1, -0.3), (0, 1.5)]
+    x = world.random(1, 40, seed=3)
+    base = world.random(1, 88, seed=4)
+
+    def run(before: int, after: int, others: list[tuple[int, list[tuple[int, float]]]]) -> torch.Tensor:
+        seg_lens = [length for length, _ in others] + [before + 1 + after]
+        members = [other for _, other in others] + [mix]
+        pairs = world.batch(seg_lens, members)
+        place = sum(seg_lens) - after - 1
+        xs, ys = world.random(pairs.num_tokens, 40, seed=5), world.random(pairs.num_tokens, 88, seed=6)
+        xs[place], ys[place] = x[0], base[0]
+        add_lora(ys, xs, world.table, world.pool, pairs, 1, modules, offsets, widths)
+        return ys[place]
+
+    alone = run(0, 0, [])
+    for before, after, others in [
+        (1, 0, []),
+        (15, 20, []),
+        (16, 0, [(1, [(0, 1.0)])]),
+        (0, 5, [(3, []), (2, [(1, 1.0), (0, 2.0)]), (18, mix)]),
+    ]:
+        assert torch.equal(run(before, after, others), alone), (before, after, others)
