@@ -136,7 +136,10 @@ def _refuse_untargeted(names: TensorNames, config: AdapterConfig, base: BaseShap
         problems.append(f"these modules have tensors in {file} but are not targeted: {listing(excluded)}")
     if problems:
         raise AdapterError(
-            config.file, config.target_fields, "; ".join(problems), "use the config that was saved with these tensors"
+            config.file,
+            config.target_fields,
+            "; ".join(problems),
+            "use the config that was saved with these tensors, and the base model they were trained on",
         )
 
 

@@ -72,7 +72,7 @@ def _own(name: str, tensor: object, file: object) -> torch.Tensor:
     cure = "save plain dense tensors (PEFT's save_pretrained)"
     if not isinstance(tensor, torch.Tensor):
         raise AdapterError(file, name, f"is a {type(tensor).__name__}, not a tensor", cure)
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
         raise AdapterError(file, name, "is not a dense tensor with data", cure)
     # A view with stride 0 claims any size in a few bytes; a copy of it would not fit into memory.
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():

@@ -1,5 +1,6 @@
 """Adapters made by PEFT itself, on a tiny random Llama whose widths all differ."""
 
+import copy
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -54,7 +55,7 @@ def base_folder(base_config: transformers.LlamaConfig, tmp_path_factory: pytest.
 def make_model(base_config: transformers.LlamaConfig) -> Callable[[], transformers.LlamaForCausalLM]:
     def make() -> transformers.LlamaForCausalLM:
         torch.manual_seed(0)
-        return transformers.LlamaForCausalLM(base_config).eval()
+        return transformers.LlamaForCausalLM(copy.deepcopy(base_config)).eval()  # PEFT may write into it
 
     return make
 

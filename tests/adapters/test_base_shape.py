@@ -91,5 +91,5 @@ def test_old_llama_without_kv_heads_is_plain_multi_head_attention() -> None:
 def test_unreadable_config(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(AdapterError, match="config.json: the file: cannot be read"):
+    with pytest.raises(AdapterError, match=r"config\.json: the file: cannot be read"):
         BaseShape.from_folder(tmp_path)
