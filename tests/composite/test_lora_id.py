@@ -72,5 +72,5 @@ def test_ids_that_could_be_misread_are_refused(member):
     ],
 )
 def test_malformed_strings_are_refused(text):
-    with pytest.raises(ValueError, match="malformed|not a finite"):
+    with pytest.raises(ValueError, match=r"malformed|not a finite"):
         decode_lora_id(text)

@@ -109,7 +109,7 @@ def test_what_is_wrong_and_where(value, says):
 
 
 def test_an_unknown_member_is_named_beside_some_that_are_known():
-    with pytest.raises(UnknownAdapterError, match="known are 'adapter0', .* and 95 more") as raised:
+    with pytest.raises(UnknownAdapterError, match=r"known are 'adapter0', .* and 95 more") as raised:
         parse_mix(
             "nope", {f"adapter{i}" for i in range(100)}.__contains__, examples=[f"adapter{i}" for i in range(100)]
         )

@@ -69,7 +69,7 @@ def test_what_a_model_asks_for(model, says):
 
 @pytest.mark.parametrize("model", ["gpt-4", "maht", "math:x", "other:math", "math:0.5,maht:0.5"])
 def test_a_model_that_is_not_served_is_unknown_unless_the_endpoint_is_lenient(model):
-    with pytest.raises(UnknownModelError, match="does not exist.*llama"):
+    with pytest.raises(UnknownModelError, match=r"does not exist.*llama"):
         take({"model": model})
     assert take({"model": model}, model="lenient") is None
     assert take({"model": model}, model="ignored") is None
@@ -77,7 +77,7 @@ def test_a_model_that_is_not_served_is_unknown_unless_the_endpoint_is_lenient(mo
 
 @pytest.mark.parametrize("rule", ["strict", "lenient"])
 def test_a_base_with_an_adapter_that_is_not_served_is_an_error_everywhere(rule):
-    with pytest.raises(MixError, match="model 'llama:maht'.*no adapter is called 'maht'") as raised:
+    with pytest.raises(MixError, match=r"model 'llama:maht'.*no adapter is called 'maht'") as raised:
         take({"model": "llama:maht"}, model=rule)
     assert not isinstance(raised.value, UnknownModelError)
 
@@ -128,7 +128,7 @@ def test_an_error_in_a_batch_names_the_prompt():
 
 @pytest.mark.parametrize("value", ["math", ["math"], {"math": 0.5}])
 def test_merged_adapters_has_one_shape(value):
-    with pytest.raises(MixError, match="merged_adapters.*want.*ids"):
+    with pytest.raises(MixError, match=r"merged_adapters.*want.*ids"):
         take({"text": ["x"], "merged_adapters": value})
 
 

@@ -1,0 +1,190 @@
+"""From a request object to acquired members: every form, every way to fail, and nothing stays acquired."""
+
+import asyncio
+
+import pytest
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+
+from sglang_lora_tree.composite.mix import MixError
+
+IDLE = {"math": 0, "json": 0, "org:math": 0}
+
+
+async def answer(manager, **fields):
+    request = GenerateReqInput(**{"text": "x", "sampling_params": {}, **fields})
+    outputs = [output async for output in manager.generate_request(request)]
+    return outputs[0] if len(outputs) == 1 else outputs
+
+
+def run(manager, **fields):
+    """The answer's text (or texts), and the counts of running requests afterwards."""
+
+    async def body():
+        output = await answer(manager, **fields)
+        return [one["text"] for one in output] if isinstance(output, list) else output["text"], await manager.counts()
+
+    return asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("lora_path", "says"),
+    [
+        (None, "base"),
+        ("math", "math=1"),
+        ("org:math", "org:math=1"),
+        ("org:math:0.5", "org:math=0.5"),
+        ("math:0.5,json:0.25", "json=0.25/math=0.5"),
+        ({"math": 0.5, "json": 0.25}, "json=0.25/math=0.5"),
+        ([{"name": "math", "scale": 0.5}, {"name": "json", "scale": 0.25}], "json=0.25/math=0.5"),
+        (["math"], "math=1"),
+        ({"math": 0}, "base"),
+        ({}, "base"),
+        ("", "base"),
+    ],
+)
+def test_the_engine_takes_every_form(tokenizer_manager, lora_path, says):
+    text, counts = run(tokenizer_manager, lora_path=lora_path)
+    assert sorted(text.split("/")) == sorted(says.split("/"))
+    assert counts == IDLE
+
+
+def test_one_adapter_at_weight_one_keeps_its_registry_id(tokenizer_manager):
+    run(tokenizer_manager, lora_path={"math": 1.0})
+    assert tokenizer_manager.sent == [tokenizer_manager.lora_ref_cache["math"].lora_id]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_batch_with_a_mix_per_prompt_and_samples(tokenizer_manager, n):
+    lora_path = ["math:0.5,json:0.5", None, {"json": 1}, "math:0"]
+    run_text, counts = run(tokenizer_manager, text=["p", "q", "r", "s"], lora_path=lora_path, sampling_params={"n": n})
+    expected = [{"json": 0.5, "math": 0.5}, {}, {"json": 1.0}, {}]
+    assert tokenizer_manager.mixes == [mix for mix in expected for _ in range(n)]
+    assert len(run_text) == 4 * n
+    assert counts == IDLE
+
+
+def test_one_mix_for_a_whole_batch_and_for_samples_of_one_prompt(tokenizer_manager):
+    run(tokenizer_manager, text=["p", "q"], lora_path={"math": 0.5})
+    run(tokenizer_manager, text="p", lora_path={"math": 0.5}, sampling_params={"n": 2})
+    assert tokenizer_manager.mixes == [{"math": 0.5}] * 4
+
+
+def test_embeddings_take_mixes_too(tokenizer_manager):
+    async def body():
+        request = EmbeddingReqInput(text=["p", "q"], lora_path=[{"math": 0.5}, None])
+        await tokenizer_manager.generate_request(request).__anext__()
+        return await tokenizer_manager.counts()
+
+    assert asyncio.run(body()) == IDLE
+    assert tokenizer_manager.mixes == [{"math": 0.5}, {}]
+
+
+@pytest.mark.parametrize(
+    ("lora_path", "says"),
+    [
+        ("maht", "no adapter is called 'maht'; known are 'json', 'math', 'old', 'org:math'"),
+        ({"math": 0.5, "maht": 0.5}, "member 2"),
+        ({"math": float("nan")}, "NaN"),
+        (["math", "json"], "a list of 2 mixes for a single prompt"),
+        (5, "a mix is a name"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_before_anything_is_acquired(tokenizer_manager, lora_path, says):
+    with pytest.raises(MixError, match=says):
+        run(tokenizer_manager, lora_path=lora_path)
+    assert asyncio.run(tokenizer_manager.counts()) == IDLE
+    assert tokenizer_manager.sent == []
+
+
+def test_more_members_than_may_be_loaded_at_once(tokenizer_manager):
+    with pytest.raises(ValueError, match="4 unique loras requested but max loaded loras is 3"):
+        run(tokenizer_manager, lora_path={"math": 1, "json": 1, "org:math": 1, "old": 1})
+    assert asyncio.run(tokenizer_manager.counts()) == IDLE
+
+
+def test_the_limit_counts_adapters_and_not_mixes(tokenizer_manager):
+    weights = [0.1, 0.2, 0.3, 0.4, 0.5]
+    run(tokenizer_manager, text=["p"] * 5, lora_path=[{"math": weight} for weight in weights])
+    assert len(set(tokenizer_manager.sent)) == 5
+
+
+def test_an_evicted_member_is_loaded_again(tokenizer_manager):
+    text, counts = run(tokenizer_manager, lora_path={"old": 0.5, "json": 0.5})
+    assert sorted(text.split("/")) == ["json=0.5", "old=0.5"]
+    assert tokenizer_manager.loads == ["old"]
+    assert counts == {"json": 0, "org:math": 0, "old": 0}  # "math" was the least recently used
+
+
+def test_a_member_that_vanishes_between_load_and_lookup_is_loaded_once_more(tokenizer_manager):
+    manager, load = tokenizer_manager, type(tokenizer_manager).load_lora_adapter
+
+    async def load_and_lose(request, _=None):
+        result = await load(manager, request)
+        if len(manager.loads) == 1:
+            await manager.lora_registry.unregister("old")
+        return result
+
+    manager.load_lora_adapter = load_and_lose
+    text, _ = run(manager, lora_path={"old": 0.5})
+    assert (text, manager.loads) == ("old=0.5", ["old", "old"])
+
+
+def test_a_request_that_fails_after_acquiring_gives_its_members_back(tokenizer_manager):
+    tokenizer_manager.fail.add("bad")
+    for texts in (["bad"], ["good", "bad"]):
+        for n in (1, 2):
+            with pytest.raises(ValueError, match="too long"):
+                run(tokenizer_manager, text=texts, lora_path=[{"math": 0.5, "json": 1}] * len(texts), sampling_params={"n": n})
+    # Only what reached the scheduler is still held: the scheduler's answer to the abort releases it.
+    counts = asyncio.run(tokenizer_manager.counts())
+    dispatched = sum(state.dispatched for state in tokenizer_manager.rid_to_state.values())
+    assert counts == {"math": dispatched, "json": dispatched, "org:math": 0}
+
+
+def test_a_client_that_leaves_while_members_are_acquired(tokenizer_manager):
+    async def body():
+        held = asyncio.Event()
+        load = type(tokenizer_manager).load_lora_adapter
+
+        async def slow_load(request, _=None):
+            held.set()
+            await asyncio.sleep(0.05)
+            return await load(tokenizer_manager, request)
+
+        tokenizer_manager.load_lora_adapter = slow_load
+        task = asyncio.ensure_future(answer(tokenizer_manager, lora_path={"old": 0.5, "json": 0.5}))
+        await held.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0.1)
+        return await tokenizer_manager.counts()
+
+    assert asyncio.run(body()) == {"json": 0, "org:math": 0, "old": 0}
+    assert tokenizer_manager.sent == [] and tokenizer_manager.rid_to_state == {}
+
+
+def test_unload_waits_for_every_mix_that_holds_the_adapter(tokenizer_manager):
+    async def body():
+        tokenizer_manager.hang = True
+        running = asyncio.ensure_future(answer(tokenizer_manager, lora_path={"math": 0.5, "json": 0.5}))
+        await asyncio.sleep(0.02)
+        registry = tokenizer_manager.lora_registry
+        unloading = asyncio.ensure_future(registry.wait_for_unload(await registry.unregister("json")))
+        await asyncio.sleep(0.02)
+        assert not unloading.done()
+        tokenizer_manager.hang = False
+        await running
+        await asyncio.wait_for(unloading, 1)
+
+    asyncio.run(body())
+
+
+def test_hooks_applied_twice_change_nothing(tokenizer_manager, monkeypatch):
+    from sglang_lora_tree.composite import request_hooks
+
+    from .conftest import apply_hooks
+
+    apply_hooks(monkeypatch, request_hooks.HOOKS)
+    text, counts = run(tokenizer_manager, text=["p", "q"], lora_path=["math:0.5,json:0.25", None])
+    assert (text, counts) == (["json=0.25/math=0.5", "base"], IDLE)
