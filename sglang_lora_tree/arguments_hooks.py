@@ -1,0 +1,113 @@
+"""The flag ``--lora-tree``, and what it implies.
+
+Hooks:
+
+* ``sglang.srt.server_args.ServerArgs.add_cli_args`` (AFTER): the flag itself, also for ``sglang serve`` and ``--config``.
+* ``sglang.srt.server_args.ServerArgs.from_cli_args`` (BEFORE): turns the plugin on and sets what it implies.
+* ``sglang.srt.server_args.ServerArgs.check_server_args`` (AFTER): refuses what cannot be served exactly.
+* ``sglang.srt.entrypoints.engine.Engine.__init__`` (AROUND): ``sgl.Engine(lora_tree=...)``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_lora_tree.adapters.base_shape import MODULES
+from sglang_lora_tree.config import (
+    ENVIRONMENT_VARIABLE,
+    Settings,
+    current_settings,
+    parse_settings,
+    publish_settings,
+)
+from sglang_lora_tree.refusals import check_config
+
+NAME = "lora_tree"
+MAX_LORAS_PER_BATCH = 256
+"""--max-loras-per-batch where the user gives none: nothing is reserved for it, so SGLang's 8 would only hold batches back."""
+
+
+class _Untouched(int):
+    """A default of SGLang's that the user has not overwritten (argparse cannot tell otherwise)."""
+
+
+def add_flag(result: None, parser: argparse.ArgumentParser) -> None:
+    """AFTER ``ServerArgs.add_cli_args``."""
+    parser.add_argument(
+        "--lora-tree",
+        nargs="?",
+        const="",
+        default=None,
+        metavar="SETTINGS",
+        help="Serve LoRA adapters and weighted mixes of them from one tree and one pool, shared with the KV cache "
+        "(sglang-lora-tree). SETTINGS: JSON text or the path of a JSON or YAML file; without it, the defaults.",
+    )
+    stock = parser.get_default("max_loras_per_batch")
+    if stock is not None:
+        parser.set_defaults(max_loras_per_batch=_Untouched(stock))
+
+
+def apply_flag(cls: type, namespace: argparse.Namespace) -> None:
+    """BEFORE ``ServerArgs.from_cli_args``."""
+    options = vars(namespace)
+    settings = parse_settings(options.pop(NAME, None)) or current_settings()
+    untouched = isinstance(options.get("max_loras_per_batch"), _Untouched)
+    if untouched:
+        options["max_loras_per_batch"] = int(options["max_loras_per_batch"])
+    if settings is not None:
+        enable(settings, options, given_max_loras=not untouched)
+
+
+def enable(settings: Settings, options: MutableMapping[str, Any], given_max_loras: bool) -> None:
+    """Turn the plugin on in this process and its children, and set what it needs among SGLang's options."""
+    from sglang_lora_tree.plugin import check_hooks
+
+    check_hooks()
+    publish_settings(settings)
+    options.update(
+        enable_lora=True,
+        lora_backend=NAME,
+        radix_cache_backend=NAME,
+        enable_hierarchical_cache=True,
+        hicache_mem_layout="layer_first",
+        max_lora_rank=settings.max_rank,
+        lora_target_modules=list(MODULES),
+    )
+    if not given_max_loras:
+        most = options.get("max_loaded_loras")
+        options["max_loras_per_batch"] = MAX_LORAS_PER_BATCH if most is None else min(MAX_LORAS_PER_BATCH, most)
+
+
+def refuse(result: None, server_args: Any) -> None:
+    """AFTER ``ServerArgs.check_server_args``."""
+    if current_settings() is not None:
+        check_config(resolving_view(server_args))
+
+
+def build_engine(original: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND ``Engine.__init__``: without ``lora_tree=`` an engine is SGLang's own, whatever ran before in this process."""
+    given = kwargs.pop(NAME, None)
+    settings = parse_settings(given) if given is not None else current_settings()
+    if settings is None:
+        os.environ.pop(ENVIRONMENT_VARIABLE, None)
+    elif "server_args" in kwargs:
+        check = kwargs["server_args"]
+        if getattr(check, "lora_backend", None) != NAME:
+            raise ValueError("sgl.Engine(server_args=..., lora_tree=...): make server_args with --lora-tree instead")
+    else:
+        enable(settings, kwargs, given_max_loras="max_loras_per_batch" in kwargs)
+    original(engine, *args, **kwargs)
+
+
+HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
+    ("sglang.srt.server_args.ServerArgs.add_cli_args", add_flag, HookType.AFTER),
+    ("sglang.srt.server_args.ServerArgs.from_cli_args", apply_flag, HookType.BEFORE),
+    ("sglang.srt.server_args.ServerArgs.check_server_args", refuse, HookType.AFTER),
+    ("sglang.srt.entrypoints.engine.Engine.__init__", build_engine, HookType.AROUND),
+]

@@ -1,0 +1,169 @@
+"""The LoRA backend ``lora_tree``: base output plus every member's contribution, straight from the pool's slots.
+
+Replaces, through ``sglang.srt.lora.backend.lora_registry.register_lora_backend``, SGLang's segment kernels (one adapter per
+request, weights in buffers of their own) by ``kernels`` (pairs of token and adapter, weights in token slots).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.lora.backend.base_backend import BaseLoRABackend
+from sglang.srt.lora.backend.lora_registry import LORA_SUPPORTED_BACKENDS, register_lora_backend
+
+from sglang_lora_tree.adapters.base_shape import MODULES
+from sglang_lora_tree.kernels.lora import expand, shrink
+from sglang_lora_tree.kernels.pairs import Pairs
+from sglang_lora_tree.kernels.pool import PoolView
+from sglang_lora_tree.kernels.table import AdapterTable
+
+BACKEND_NAME = "lora_tree"
+FUSED_MODULES = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "o_proj": ("o_proj",),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
+"""SGLang's linear layers and the modules of a PEFT adapter that they hold."""
+
+Members = Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class ModuleGroup:
+    """Stands where SGLang's layers keep their LoRA weights: which layer and modules to look up.
+
+    ``shape`` answers what ``sglang.srt.lora.layers`` asks of a weight tensor (``set_lora_info``): A is (1, slices, d_in), B
+    is (1, outputs, 1), as if every rank were 1.
+    """
+
+    layer: int
+    modules: tuple[int, ...]
+    shape: tuple[int, int, int]
+    device: torch.device
+
+    @classmethod
+    def of(cls, fused: str, layer: int, num_outputs: int, device: torch.device) -> tuple[ModuleGroup, ModuleGroup]:
+        modules = tuple(MODULES.index(name) for name in FUSED_MODULES[fused])
+        return (
+            cls(layer, modules, (1, len(modules), 1), device),
+            cls(layer, modules, (1, num_outputs, 1), device),
+        )
+
+
+@dataclass
+class Batch:
+    """The batch that the layers are about to compute; SGLang sets ``has_active_lora`` and ``is_prefill`` on it."""
+
+    pairs: Pairs
+    must_run: bool
+    """False: no request has an adapter and no graph is involved, so kernels need not run."""
+    has_active_lora: bool = False
+    is_prefill: bool = False
+
+
+class LoraTreeBackend(BaseLoRABackend):
+    """See the module's docstring. ``attach`` gives it the pool once SGLang has built it."""
+
+    name = BACKEND_NAME
+
+    def __init__(self, max_loras_per_batch: int, device: torch.device, server_args: Any = None) -> None:
+        super().__init__(max_loras_per_batch, device)
+        self.table: AdapterTable | None = None
+        self.pool: PoolView | None = None
+        self.max_members = 1
+        self._eager: Pairs | None = None
+        self._decode_graph: Pairs | None = None
+        self._decode_graph_size: tuple[int, int] | None = None
+
+    def attach(self, pool: PoolView, table: AdapterTable, max_members: int) -> None:
+        """Give the backend the pool and the table that kernels read."""
+        self.pool, self.table, self.max_members = pool, table, max_members
+        self._eager = self._decode_graph = None
+
+    # ---- Batches ----
+
+    def prepare(self, seg_lens: Sequence[int], members: Sequence[Members], use_decode_graph: bool) -> None:
+        """Describe the next forward pass.
+
+        Args:
+            seg_lens: tokens of each request.
+            members: (adapter number, weight) pairs of each request; empty for the base model.
+            use_decode_graph: update the tensors that captured graphs read, in place.
+        """
+        assert self.table is not None, "a forward pass before the pool is attached"
+        self.table.flush()
+        if use_decode_graph:
+            pairs = self._decode_graph_pairs()
+        else:
+            pairs = self._eager_pairs(len(seg_lens), sum(seg_lens))
+        pairs.update(seg_lens, members)
+        active = any(members)
+        self.batch_info = Batch(pairs, must_run=use_decode_graph or active, has_active_lora=active)  # type: ignore[assignment]
+
+    def init_decode_cuda_graph_batch_info(self, max_bs_in_cuda_graph: int, num_tokens_per_req: int) -> None:
+        assert num_tokens_per_req == 1, "speculative decoding is refused at start"
+        self._decode_graph_size = (max_bs_in_cuda_graph, max_bs_in_cuda_graph * num_tokens_per_req)
+
+    def _decode_graph_pairs(self) -> Pairs:
+        assert self._decode_graph_size is not None, "a decode graph without init_decode_cuda_graph_batch_info"
+        if self._decode_graph is None:
+            self._decode_graph = Pairs.allocate(*self._decode_graph_size, self.max_members, self.device)
+        return self._decode_graph
+
+    def _eager_pairs(self, bs: int, num_tokens: int) -> Pairs:
+        pairs = self._eager
+        if pairs is None or pairs.max_bs < bs or pairs.max_tokens < num_tokens:
+            old = (0, 0) if pairs is None else (pairs.max_bs, pairs.max_tokens)
+            sizes = [max(have, 1 << max(need - 1, 0).bit_length()) for have, need in zip(old, (bs, num_tokens), strict=True)]
+            pairs = self._eager = Pairs.allocate(sizes[0], sizes[1], self.max_members, self.device)
+        return pairs
+
+    # ---- Layers (seam: BaseLoRABackend.forward_with_base, the one entry of every linear layer) ----
+
+    def forward_with_base(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        base_fn: Callable[[], torch.Tensor],
+        lora_a: ModuleGroup,
+        lora_b: ModuleGroup,
+        output_offset: torch.Tensor,
+        offsets: Sequence[int],
+        *,
+        all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        kind: str = "linear",
+        pruned_batch_info: Any = None,
+    ) -> torch.Tensor:
+        """y = base(x) + delta(x); with ``all_reduce`` (row-parallel layers) x and both partial results are this rank's."""
+        batch: Batch = self.batch_info  # type: ignore[assignment]
+        assert self.table is not None and self.pool is not None
+        y = base_fn()
+        if not batch.must_run:
+            return y if all_reduce is None else all_reduce(y)
+        z = shrink(x, self.table, self.pool, batch.pairs, lora_a.layer, lora_a.modules)
+        if all_reduce is not None:
+            y, z = all_reduce(y), all_reduce(z)
+        widths = tuple(end - start for start, end in zip(offsets, offsets[1:], strict=False))
+        expand(
+            z,
+            y,
+            self.table,
+            self.pool,
+            batch.pairs,
+            lora_a.layer,
+            lora_a.modules,
+            tuple(offsets[:-1]),
+            widths,
+            d_in=x.shape[1],
+        )
+        return y
+
+
+def register() -> None:
+    """Make the backend known to SGLang; safe to call again."""
+    if BACKEND_NAME not in LORA_SUPPORTED_BACKENDS:
+        register_lora_backend(BACKEND_NAME)(lambda: LoraTreeBackend)

@@ -1,0 +1,251 @@
+"""SGLang's LoRA manager without LoRA buffers: adapters are registered here and live in the pool.
+
+Replaces ``sglang.srt.lora.lora_manager.LoRAManager`` by :class:`TreeLoRAManager` (hook on
+``sglang.srt.model_executor.model_runner.ModelRunner.init_lora_manager``). SGLang's layer wrappers stay; what they take for
+weights is a :class:`~sglang_lora_tree.composite.backend_hooks.ModuleGroup`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.layers.utils import get_layer_id
+from sglang.srt.lora.lora_manager import LoRAManager
+from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.managers.io_struct import LoRAUpdateOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_lora_tree.adapters.adapter import Adapter, adapter_from_tensors, load_adapter
+from sglang_lora_tree.adapters.base_shape import BaseShape
+from sglang_lora_tree.composite.backend_hooks import FUSED_MODULES, LoraTreeBackend, Members, ModuleGroup
+from sglang_lora_tree.composite.demand import DemandResolver
+from sglang_lora_tree.config import Settings, current_settings
+from sglang_lora_tree.kernels.pool import PoolView
+from sglang_lora_tree.kernels.table import AdapterTable
+from sglang_lora_tree.radix.cache_hooks import LoraTreeCache
+from sglang_lora_tree.radix.layout import Outline, Packer, Shard
+from sglang_lora_tree.radix.residency import Residency
+from sglang_lora_tree.radix.store import AdapterStore, Registration
+
+logger = logging.getLogger(__name__)
+
+Reply = Callable[[LoRAUpdateOutput], None]
+
+
+class TreeLoRAManager(LoRAManager):
+    """Registers adapters, wraps layers, and turns batches into pairs. One per scheduler process."""
+
+    lora_backend: LoraTreeBackend
+
+    def init_state(
+        self,
+        max_lora_rank: int | None = None,
+        target_modules: Iterable[str] | None = None,
+        lora_paths: list[LoRARef] | None = None,
+    ) -> None:
+        """Wrap the model's layers and validate ``--lora-paths``; the pool comes later (:meth:`attach_cache`).
+
+        Raises:
+            RuntimeError: an adapter of ``--lora-paths`` is refused (the server does not start).
+        """
+        settings = current_settings()
+        assert settings is not None, "TreeLoRAManager without --lora-tree"
+        self.settings: Settings = settings
+        self.base = BaseShape.from_hf_config(self.base_hf_config.to_dict())
+        self.store = AdapterStore(settings.spool_dir)
+        self.resolver = DemandResolver(self.store)
+        self.residency: Residency | None = None
+        self.memory_pool = None  # what SGLang's metrics take for "no LoRA buffers"
+        self.target_modules = set(FUSED_MODULES)
+        self.max_lora_rank = settings.max_rank
+        self.init_lora_modules()
+        self._set_module_groups()
+        for ref in lora_paths or ():
+            self._register_at_start(ref)
+
+    def _set_module_groups(self) -> None:
+        for layers in self.lora_modules:
+            for name, module in layers.items():
+                fused = name.rpartition(".")[2]
+                layer = get_layer_id(name)
+                assert layer is not None and fused in FUSED_MODULES, f"unexpected LoRA layer {name}"
+                base = module.base_layer
+                outputs = sum(getattr(base, "output_partition_sizes", None) or (base.output_size,))
+                module.set_lora_info(*ModuleGroup.of(fused, layer, outputs, self.device))
+
+    def _register_at_start(self, ref: LoRARef) -> None:
+        name, path = str(ref.lora_name), str(ref.lora_path)
+        try:
+            adapter = load_adapter(find_folder(path), self.base, name=name)
+        except (OSError, ValueError) as error:
+            raise RuntimeError(f"--lora-paths {name}={path}: {error}") from error
+        self._add(Registration(ref.lora_id, name, find_folder(path), bool(ref.pinned)), self._outline(adapter))
+
+    def attach_cache(self, cache: LoraTreeCache) -> None:
+        """SGLang has built the pools and the tree: plan every adapter, and give the backend what kernels read.
+
+        Raises:
+            ValueError: an adapter of ``--lora-paths`` could never fit.
+        """
+        pool = PoolView.from_kv(cache.pool.k_buffer, cache.pool.v_buffer)
+        table = AdapterTable(
+            capacity=min(self.settings.max_resident_adapters, cache.num_pool_slots),
+            slot_capacity=cache.num_pool_slots,
+            num_layers=self.base.num_layers,
+            max_rank=self.settings.max_rank,
+            device=self.device,
+        )
+        shard = Shard(get_parallel().attn_tp_rank, self.attn_tp_size, self.base.num_kv_heads)
+        packer = Packer(self.base, cache.pool_shape, shard)
+        self.residency = Residency(cache, self.store, packer, table, self.settings)
+        self.lora_backend.attach(pool, table, self.settings.max_members)
+        for stored in self.store:
+            self.residency.check_fits(stored.outline, stored.name)
+            self.residency.note_registered(stored)
+
+    # ---- Registration while serving ----
+
+    def begin_load(self, ref: LoRARef, reply: Reply) -> None:
+        """Register an adapter from a folder; the files are read by a thread and ``reply`` is called when it is done."""
+        name, path = str(ref.lora_name), str(ref.lora_path)
+        self._begin(ref, reply, lambda: (find_folder(path), load_adapter(find_folder(path), self.base, name=name)))
+
+    def begin_load_from_tensors(
+        self, ref: LoRARef, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], reply: Reply
+    ) -> None:
+        """Register an adapter that came as tensors; it is spooled to a file by a thread."""
+
+        def work() -> tuple[str, Adapter]:
+            owned = {key: tensor.cpu() for key, tensor in tensors.items()}
+            adapter = adapter_from_tensors(owned, dict(config), self.base, name=str(ref.lora_name))
+            return self.store.spool(ref.lora_id, owned, config), adapter
+
+        self._begin(ref, reply, work)
+
+    def _begin(self, ref: LoRARef, reply: Reply, read: Callable[[], tuple[str, Adapter]]) -> None:
+        residency = self._residency()
+        name = str(ref.lora_name)
+        known = next((r.name for s in self.store for r in s.registrations.values() if r.name == name), None)
+        if known is not None:
+            reply(self._result(f"adapter {name} is loaded already: unload it first, or choose another name"))
+            return
+
+        def work() -> tuple[str, Outline]:
+            path, adapter = read()
+            outline = self._outline(adapter)
+            residency.check_fits(outline, name)
+            return path, outline  # the tensors are dropped here; first use reads the file again
+
+        def on_done(outcome: tuple[str, Outline]) -> None:
+            path, outline = outcome
+            try:
+                self._check_pin(name, outline, bool(ref.pinned))
+            except ValueError as error:
+                reply(self._result(str(error)))
+                return
+            self._add(Registration(ref.lora_id, name, path, bool(ref.pinned)), outline)
+            reply(self._result())
+
+        residency.reader.submit(work, on_done, on_failed=lambda error: reply(self._result(error)))
+
+    def unload(self, ref: LoRARef) -> LoRAUpdateOutput:
+        """Forget a name. SGLang has waited for its requests; slots, host copy and KV are the first to be reclaimed."""
+        stored = self.store.remove(ref.lora_id)
+        if stored is None:
+            return self._result(f"adapter {ref.lora_name} is not loaded")
+        self.resolver.forget(ref.lora_id)
+        self._residency().note_unregistered(stored)
+        return self._result()
+
+    def _add(self, registration: Registration, outline: Outline) -> None:
+        stored = self.store.add(registration, outline)
+        if self.residency is not None:
+            self.residency.note_registered(stored)
+
+    def _check_pin(self, name: str, outline: Outline, pinned: bool) -> None:
+        residency = self._residency()
+        if not pinned:
+            return
+        slots = residency.packer.plan(outline).num_slots
+        free = residency.max_adapter_slots - residency.pinned_slots()
+        if slots > free // 2:
+            raise ValueError(
+                f"adapter {name} cannot be pinned: it takes {slots} slots, and pinned adapters may take half of the "
+                f"{free} slots that are not pinned yet; load it unpinned, or raise --max-total-tokens"
+            )
+
+    def _outline(self, adapter: Adapter) -> Outline:
+        return Outline.of(adapter, self.base.num_layers)
+
+    def _residency(self) -> Residency:
+        assert self.residency is not None, "the tree is not attached yet"
+        return self.residency
+
+    def _result(self, error: str | None = None) -> LoRAUpdateOutput:
+        names = {r.name: r.path for stored in self.store for r in stored.registrations.values()}
+        return LoRAUpdateOutput(success=error is None, error_message=error or "", loaded_adapters=names)
+
+    # ---- Batches ----
+
+    def fetch_new_loras(self, new_loras: set[str | None], running_loras: set[str | None] = frozenset()) -> None:  # type: ignore[assignment]
+        """Nothing to fetch: admission has brought every adapter to the pool before a batch is formed."""
+
+    def prepare_lora_batch(self, forward_batch: ForwardBatch) -> None:
+        """Turn a batch's ``lora_ids`` into pairs (seam: ``ForwardBatch.init_new``, and the graph runners)."""
+        if forward_batch.forward_mode.is_extend():
+            seg_lens = list(forward_batch.extend_seq_lens_cpu or ())
+        else:
+            seg_lens = [1] * forward_batch.batch_size
+        members = [self._members(lora_id) for lora_id in forward_batch.lora_ids[: len(seg_lens)]]
+        members += [()] * (len(seg_lens) - len(members))
+        self.lora_backend.prepare(seg_lens, members, self._use_cuda_graph_batch(forward_batch))
+
+    def _members(self, lora_id: str | None) -> Members:
+        weighted = self.resolver.resolve(lora_id)
+        if weighted is None:
+            return ()
+        residency = self._residency()
+        return [
+            (residency.index_of(member), weight)
+            for member, weight in zip(weighted.demand.members, weighted.weights, strict=True)
+        ]
+
+
+def find_folder(path: str) -> str:
+    """The folder of an adapter: itself, or the local copy of a Hugging Face repository of that name."""
+    if Path(path).is_dir():
+        return path
+    if path.count("/") == 1 and not path.startswith((".", "/", "~")):
+        from huggingface_hub import snapshot_download
+
+        try:
+            return snapshot_download(path, allow_patterns=["adapter_config.json", "adapter_model.*", "added_tokens.json"])
+        except Exception as error:
+            raise ValueError(f"{path} is neither a folder here nor an adapter on the hub: {error}") from error
+    return path
+
+
+def build_manager(original: Callable[..., None], model_runner: Any) -> None:
+    """AROUND ``ModelRunner.init_lora_manager``: ours when ``--lora-tree`` is on."""
+    if current_settings() is None:
+        original(model_runner)
+        return
+    import sglang.srt.model_executor.model_runner as module
+
+    stock = module.LoRAManager
+    module.LoRAManager = TreeLoRAManager
+    try:
+        original(model_runner)
+    finally:
+        module.LoRAManager = stock
+
+
+HOOKS: list[tuple[str, Any, HookType]] = [
+    ("sglang.srt.model_executor.model_runner.ModelRunner.init_lora_manager", build_manager, HookType.AROUND),
+]

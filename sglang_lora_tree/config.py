@@ -1,0 +1,125 @@
+"""The settings of ``--lora-tree``: one dataclass, three ways to write it, one place to read it.
+
+The flag takes nothing (the defaults), JSON text, or the path of a JSON or YAML file. The chosen settings travel to SGLang's
+child processes in the environment variable ``SGLANG_LORA_TREE``, which also turns the plugin on where no flag can be given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ENVIRONMENT_VARIABLE = "SGLANG_LORA_TREE"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ``--lora-tree`` can be told. Sizes are counts unless a name says otherwise."""
+
+    max_members: int = 8
+    """Most adapters in one mix."""
+    max_rank: int = 64
+    """Largest rank of an adapter's module that is served; scratch space of the kernels grows with it."""
+    max_resident_adapters: int = 1024
+    """Most adapters on the GPU at once (rows of the kernels' tables, a few kilobytes each; their weights live in the pool)."""
+    patience_passes: int = 64
+    """Scheduling passes after which the oldest request that waits for its adapters keeps younger ones from bringing in new adapters."""
+    disk_readers: int = 2
+    """Threads that read adapters from disk, beside the scheduler loop."""
+    spool_dir: str | None = None
+    """Where adapters loaded from tensors are kept as files; None: a private temporary folder, removed at exit."""
+    host_reserve_gb: float | None = None
+    """RAM that HiCache leaves free, in GB; None: SGLang's 10 GB on a GPU machine, 2 GB on the CPU platform."""
+    verify_invariants: bool = False
+    """Check every invariant of the tree at every scheduling pass (slow; for tests)."""
+    delay_loads_s: float = 0.0
+    """Hold every adapter load back by this many seconds with its rows poisoned (for tests)."""
+
+    def __post_init__(self) -> None:
+        for field, least in (
+            ("max_members", 1),
+            ("max_rank", 1),
+            ("max_resident_adapters", 1),
+            ("patience_passes", 1),
+            ("disk_readers", 1),
+        ):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"--lora-tree: {field} = {value!r}: give a whole number of at least {least}")
+        for field in ("host_reserve_gb", "delay_loads_s"):
+            value = getattr(self, field)
+            if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0):
+                raise ValueError(f"--lora-tree: {field} = {value!r}: give a number that is not negative")
+
+    def to_json(self) -> str:
+        """The settings as JSON text, as :func:`parse_settings` reads them."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+
+def parse_settings(value: str | bool | dict[str, Any] | Settings | None) -> Settings | None:
+    """Settings from what a user wrote after ``--lora-tree`` or passed as ``lora_tree=``.
+
+    Args:
+        value: None or False (off); True or "" (the defaults); a dict; JSON text; or the path of a JSON or YAML file.
+
+    Returns:
+        The settings, or None when the plugin is off.
+
+    Raises:
+        ValueError: unreadable file, malformed text, unknown name or value out of range; the message names which.
+    """
+    if value is None or value is False:
+        return None
+    if isinstance(value, Settings):
+        return value
+    if value is True or value == "":
+        return Settings()
+    if isinstance(value, dict):
+        return _from_mapping(value, "lora_tree")
+    text, source = str(value), "--lora-tree"
+    if not text.lstrip().startswith("{"):
+        source = f"--lora-tree file {text}"
+        try:
+            text = Path(text).read_text()
+        except OSError as error:
+            raise ValueError(
+                f"{source}: cannot be read ({error.strerror or error}); give JSON text or the path of a JSON or YAML file"
+            ) from error
+    try:
+        mapping = yaml.safe_load(text)  # YAML reads JSON too
+    except yaml.YAMLError as error:
+        raise ValueError(f"{source}: neither JSON nor YAML: {error}") from error
+    return _from_mapping({} if mapping is None else mapping, source)
+
+
+def _from_mapping(mapping: Any, source: str) -> Settings:
+    if not isinstance(mapping, dict):
+        raise ValueError(f"{source}: want a mapping of settings, got {type(mapping).__name__}")
+    known = {field.name for field in dataclasses.fields(Settings)}
+    unknown = sorted(str(name) for name in mapping if name not in known)
+    if unknown:
+        raise ValueError(f"{source}: unknown settings {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    return Settings(**mapping)
+
+
+def publish_settings(settings: Settings) -> None:
+    """Turn the plugin on in this process and in the children it starts from now on."""
+    os.environ[ENVIRONMENT_VARIABLE] = settings.to_json()
+
+
+def current_settings() -> Settings | None:
+    """The settings in force in this process; None while the plugin is off."""
+    text = os.environ.get(ENVIRONMENT_VARIABLE)
+    return None if text is None or text == "0" else _parse_environment(text)
+
+
+@functools.lru_cache(maxsize=4)
+def _parse_environment(text: str) -> Settings | None:
+    return parse_settings("" if text == "1" else text)

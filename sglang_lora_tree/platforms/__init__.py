@@ -1,0 +1,4 @@
+"""The CPU reference platform: the real SGLang server on a machine without an accelerator.
+
+In: an SGLang process that finds no hardware of its own. Out: a platform on which it runs, for laptops, demos and CI.
+"""

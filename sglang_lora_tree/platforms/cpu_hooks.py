@@ -1,0 +1,64 @@
+"""What SGLang and HiCache assume of CUDA, answered for the CPU reference platform.
+
+Replaces, only where that platform is active:
+
+* ``sglang.srt.mem_cache.pool_host.common.ALLOC_MEMORY_FUNCS["cpu"]``: host memory without ``cudaHostRegister``;
+* ``sglang.srt.mem_cache.pool_host.mha.transfer_kv_direct``: the copy between the two pools, which is undefined off CUDA;
+* ``torch.tensor`` and ``Tensor.pin_memory``: ``pin_memory=True`` is dropped (``sglang.srt.lora.layers`` asks for it always).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def install() -> None:
+    """Put the replacements in place; safe to call again."""
+    from sglang.srt.mem_cache.pool_host import base, common, mha
+
+    from sglang_lora_tree.config import current_settings
+
+    common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate_host_memory
+    mha.transfer_kv_direct = transfer_slots
+    settings = current_settings()
+    reserve_gb = 2.0 if settings is None or settings.host_reserve_gb is None else settings.host_reserve_gb
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = int(reserve_gb * 1e9)
+    if torch.tensor is not _tensor_without_pinning:
+        torch.tensor = _tensor_without_pinning
+        torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+def transfer_slots(
+    src_layers: Sequence[torch.Tensor],
+    dst_layers: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Copy slots between pools: ``dst_layers[i][dst_indices] = src_layers[i][src_indices]``.
+
+    Args:
+        src_layers, dst_layers: tensors of shape (slots, heads, head_dim), one per layer and K or V.
+        src_indices, dst_indices: slot numbers, int64, of equal length.
+        page_size: unused; kept for SGLang's signature.
+    """
+    del page_size
+    for src, dst in zip(src_layers, dst_layers, strict=True):
+        dst[dst_indices] = src[src_indices]
+
+
+def _allocate_host_memory(
+    dims: Any, dtype: torch.dtype, device: str, pin_memory: bool | None = None, allocator: Any = None, **_: Any
+) -> torch.Tensor:
+    return torch.empty(dims, dtype=dtype)
+
+
+_torch_tensor = torch.tensor
+
+
+def _tensor_without_pinning(*args: Any, **kwargs: Any) -> torch.Tensor:
+    kwargs.pop("pin_memory", None)
+    return _torch_tensor(*args, **kwargs)

@@ -1,0 +1,85 @@
+"""The entry point (group ``sglang.srt.plugins``): the one list of every seam of SGLang that this package uses.
+
+SGLang calls :func:`register` in every process it starts. Hooks are registered always and do nothing until ``--lora-tree``
+turns them on, so an installed but unused plugin changes nothing. SGLang only logs a hook that does not take; so
+:func:`check_hooks` runs in the API process when the flag is read and in the scheduler process when it has been built, and
+stops the start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+TESTED_VERSIONS = ("0.5.23",)
+VERSION_OVERRIDE = "SGLANG_LORA_TREE_ANY_VERSION"
+
+Hook = tuple[str, Callable[..., Any], Any]
+
+
+def all_hooks() -> list[Hook]:
+    """Every hook, as (what it replaces, by what, how)."""
+    from sglang.srt.plugins.hook_registry import HookType
+
+    from sglang_lora_tree import arguments_hooks
+    from sglang_lora_tree.composite import http_hooks, manager_hooks, request_hooks
+    from sglang_lora_tree.observability import state_hooks
+    from sglang_lora_tree.scheduling import scheduler_hooks
+
+    own: list[Hook] = [("sglang.srt.managers.scheduler.Scheduler.__init__", check_scheduler, HookType.AFTER)]
+    rooms = (arguments_hooks, request_hooks, http_hooks, manager_hooks, scheduler_hooks, state_hooks)
+    return own + [hook for room in rooms for hook in room.HOOKS]
+
+
+def register() -> None:
+    """Register all hooks and backends (called by SGLang in every process, once)."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sglang_lora_tree.composite import backend_hooks
+    from sglang_lora_tree.platforms import cpu, cpu_hooks
+    from sglang_lora_tree.radix import cache_hooks
+
+    for target, hook, hook_type in all_hooks():
+        HookRegistry.register(target, hook, hook_type)
+    backend_hooks.register()
+    cache_hooks.register()
+    if cpu.is_active():
+        cpu_hooks.install()
+
+
+def check_hooks() -> None:
+    """Make sure that this SGLang is a tested one and that every hook took in this process.
+
+    Raises:
+        RuntimeError: naming the version or the hooks, and what to do.
+    """
+    import sglang
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    if sglang.__version__ not in TESTED_VERSIONS and not os.environ.get(VERSION_OVERRIDE):
+        raise RuntimeError(
+            f"--lora-tree is tested with SGLang {', '.join(TESTED_VERSIONS)} and this is {sglang.__version__}: install a "
+            f"tested version, or set {VERSION_OVERRIDE}=1 to try"
+        )
+    missing = [target for target, _, _ in all_hooks() if target not in HookRegistry._patched]
+    if missing:
+        raise RuntimeError(
+            "--lora-tree: these hooks did not take in this process, so requests would be served wrongly: "
+            f"{', '.join(missing)}; SGLang's log says why (a plugin loaded before may have failed, or SGLANG_PLUGINS leaves "
+            "this one out)"
+        )
+
+
+def check_scheduler(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER ``Scheduler.__init__``: the scheduler process's self-check, then the scheduler is ours."""
+    from sglang_lora_tree.config import current_settings
+    from sglang_lora_tree.radix.cache_hooks import LoraTreeCache
+    from sglang_lora_tree.scheduling import scheduler_hooks
+
+    if current_settings() is None:
+        return
+    check_hooks()
+    if not isinstance(scheduler.tree_cache, LoraTreeCache):
+        raise RuntimeError(f"--lora-tree: the prefix cache is a {type(scheduler.tree_cache).__name__}")
+    scheduler_hooks.attach(scheduler)

@@ -1,0 +1,7 @@
+"""The tree and the pool: virtual root -> LoRA nodes and mix nodes -> KV nodes, all of it token slots of one allocator.
+
+In: adapters (from ``adapters``) and SGLang's requests. Out: which slots hold which adapter or prefix, on the GPU and in host
+memory, and what must leave when memory is short. Files, from the bottom up: ``identity`` (names of subtrees), ``layout``
+(adapter <-> rows <-> slots), ``leaf_index`` (eviction order), ``tree_core_hooks`` and ``cache_hooks`` (SGLang's tree, with
+our two extra layers), ``residency`` (disk, host, GPU: who is where, and who may come in).
+"""

@@ -1,0 +1,225 @@
+"""SGLang's prefix cache over the LoRA tree, and what ``residency`` needs of it in plain words.
+
+Replaces, through ``register_radix_cache_backend("lora_tree", ...)``, ``sglang.srt.mem_cache.unified_radix_cache.
+UnifiedRadixCache`` by :class:`LoraTreeCache`: the slots of a request's path end at its LoRA node (``path_device_indices``),
+a flush tells ``residency`` (``reset``), and an allocation that finds nothing left to evict first takes back what waiting
+requests hold (``evict_for_alloc``). The rest, HiCache included, is SGLang's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.registry import create_unified_radix_cache, register_radix_cache_backend
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_core_backend
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from sglang_lora_tree.radix.layout import PoolShape
+from sglang_lora_tree.radix.tree_core_hooks import (
+    TREE_CORE_NAME,
+    LoraFullComponent,
+    LoraNode,
+    LoraTreeCore,
+)
+
+CACHE_NAME = "lora_tree"
+_SERVED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class LoraTreeCache(UnifiedRadixCache):
+    """The prefix cache; all calls come from the scheduler thread."""
+
+    tree_core: LoraTreeCore
+
+    def __init__(self, params: Any) -> None:
+        self.on_reset: Callable[[], None] = lambda: None
+        self.on_shortage: Callable[[], bool] = lambda: False
+        super().__init__(params)
+
+    def init_hicache(self, server_args: Any, params: Any) -> None:
+        super().init_hicache(server_args, params)
+        # SGLang skips loads of fewer than 10 slots in silence; a small adapter or a mix node's page is fewer.
+        self.load_back_threshold = 1
+
+    def reset(self) -> None:
+        super().reset()
+        self.on_reset()
+
+    def path_device_indices(self, node: int) -> torch.Tensor:
+        return self.tree_core.collect_full_device_indices(node, self.tree_core.anchor_of(node))
+
+    def evict_for_alloc(self, params: EvictParams, **kwargs: Any) -> EvictResult:
+        result = super().evict_for_alloc(params, **kwargs)
+        missing = params.num_tokens - result.num_tokens_evicted
+        if missing > 0 and self.on_shortage():
+            more = super().evict_for_alloc(EvictParams(num_tokens=missing), **kwargs)
+            result.num_tokens_evicted += more.num_tokens_evicted
+        return result
+
+    # ---- What residency asks for ----
+
+    @property
+    def pool(self) -> MHATokenToKVPool:
+        return self.token_to_kv_pool_allocator.get_kvcache()
+
+    @property
+    def pool_shape(self) -> PoolShape:
+        pool = self.pool
+        return PoolShape(
+            num_layers=len(pool.k_buffer), width=pool.head_num * pool.head_dim, page_size=self.page_size
+        )
+
+    @property
+    def num_pool_slots(self) -> int:
+        """All slots that requests and adapters share."""
+        return self.token_to_kv_pool_allocator.size
+
+    @property
+    def num_free_slots(self) -> int:
+        return self.token_to_kv_pool_allocator.available_size()
+
+    @property
+    def host_pool(self) -> Any:
+        return self.host_pool_group.anchor_entry.host_pool
+
+    def host_planes(self) -> list[torch.Tensor]:
+        """The host pool as 2L planes (slots, W): K and V of each layer in turn."""
+        host = self.host_pool
+        return [
+            plane.view(plane.shape[0], -1)
+            for keys, values in zip(host.k_data_refs, host.v_data_refs, strict=True)
+            for plane in (keys, values)
+        ]
+
+    def allocate_host(self, num_slots: int) -> torch.Tensor | None:
+        """Host slots, after evicting the least valuable host leaves, and GPU leaves above them, as far as needed."""
+        host = self.host_pool
+        if host.available_size() < num_slots:
+            self.evict_host(num_slots - host.available_size())
+        while host.available_size() < num_slots:
+            # Host copies of what is on the GPU are not host leaves: make some.
+            evicted = self.evict(EvictParams(num_tokens=num_slots - host.available_size())).num_tokens_evicted
+            freed = self.evict_host(num_slots - host.available_size())
+            if evicted == 0 and freed == 0:
+                return None
+        return host.alloc(num_slots)
+
+    def free_host(self, slots: torch.Tensor) -> None:
+        self.host_pool.free(slots)
+
+    def allocate_device(self, num_slots: int) -> torch.Tensor | None:
+        """Device slots, after evicting the least valuable leaves as far as needed."""
+        if self.num_free_slots < num_slots:
+            self.evict_for_alloc(EvictParams(num_tokens=num_slots - self.num_free_slots))
+        return self.token_to_kv_pool_allocator.alloc(num_slots)
+
+    def evict_some(self, num_slots: int) -> int:
+        """Evict the least valuable leaves; returns how many slots came free."""
+        return self.evict(EvictParams(num_tokens=num_slots)).num_tokens_evicted
+
+    def has_load_slot(self) -> bool:
+        """Whether one more load may be started and still leave a batch's own load its place (SGLang allows three)."""
+        return len(self.cache_controller.ack_load_queue) < self.cache_controller.layer_done_counter.num_counters - 1
+
+    def start_swap_in(self, lora_node: LoraNode) -> bool:
+        """Queue the copy of an adapter from host to GPU; False if there is no room even after eviction."""
+        assert not lora_node.is_resident, f"{lora_node.identity} is on the GPU already"
+        return self.load_back(lora_node.node.id)
+
+    def submit_loads(self) -> None:
+        """Start the queued copies although no batch was formed to wait for them."""
+        if self.cache_controller.load_queue:
+            self.ready_to_load_host_cache()
+
+    def is_loaded(self, lora_node: LoraNode) -> bool:
+        """On the GPU with every row in place (a load in flight does not count)."""
+        return lora_node.is_resident and lora_node.node.id not in self.ongoing_load_back
+
+    def hold(self, lora_node: LoraNode) -> Callable[[], None]:
+        """Lock a node on the GPU; returns what undoes it."""
+        node_id, receipt = lora_node.node.id, self.inc_lock_ref(lora_node.node.id).to_dec_params()
+        return lambda: (self.dec_lock_ref(node_id, receipt), None)[1]
+
+    def hold_host(self, lora_node: LoraNode) -> Callable[[], None]:
+        """Keep a node's host copy; returns what undoes it."""
+        node_id, receipt = lora_node.node.id, self.inc_host_lock_ref(lora_node.node.id).to_dec_params()
+        return lambda: (self.dec_host_lock_ref(node_id, receipt), None)[1]
+
+    def agree(self, values: torch.Tensor) -> torch.Tensor:
+        """The smallest of each value over the tensor-parallel ranks (int64, in place)."""
+        if self.tp_world_size > 1:
+            self._all_reduce_attn_groups(values, torch.distributed.ReduceOp.MIN)
+        return values
+
+
+def check_pool(params: Any) -> None:
+    """Refuse every pool but the one that adapters are known to fit: an allow-list.
+
+    Raises:
+        ValueError: naming what the pool is, what is served and what to change.
+    """
+    allocator = params.token_to_kv_pool_allocator
+    pool = allocator.get_kvcache()
+    refusals = []
+    if type(allocator) not in (TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator):
+        refusals.append(f"the allocator is a {type(allocator).__name__}")
+    if type(pool) is not MHATokenToKVPool:
+        refusals.append(
+            f"the KV pool is a {type(pool).__name__} (a plain MHATokenToKVPool is served: no MLA, sliding-window, hybrid, "
+            "FP4 or unified-memory pool)"
+        )
+    else:
+        if pool.head_dim != pool.v_head_dim:
+            refusals.append(f"K and V have different widths ({pool.head_dim} and {pool.v_head_dim} per head)")
+        if pool.dtype not in _SERVED_DTYPES or pool.store_dtype != pool.dtype:
+            refusals.append(
+                f"KV is kept as {pool.dtype} in {pool.store_dtype}; leave --kv-cache-dtype at auto with a model in float32, "
+                "float16 or bfloat16"
+            )
+        expected = (pool.head_num, pool.head_dim)
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            if buffer.dim() != 3 or tuple(buffer.shape[1:]) != expected or not buffer.is_contiguous():
+                refusals.append(
+                    f"a KV buffer has shape {tuple(buffer.shape)} and strides {buffer.stride()}; slots of {expected} in NHD "
+                    "order are served (unset SGLANG_USE_HND_KVCACHE)"
+                )
+                break
+    if refusals:
+        raise ValueError("--lora-tree cannot serve this exactly: " + "; ".join(refusals))
+
+
+def build_cache(ctx: Any) -> LoraTreeCache:
+    """The factory that ``--radix-cache-backend lora_tree`` names (seam: ``mem_cache.registry``)."""
+    check_pool(ctx.params)
+    ctx.params.tree_core_backend = TREE_CORE_NAME
+    ctx.params.component_registry_override = {
+        **(ctx.params.component_registry_override or {}),
+        ComponentType.FULL: LoraFullComponent,
+    }
+    cache = create_unified_radix_cache(ctx, cache_class=LoraTreeCache)
+    assert isinstance(cache, LoraTreeCache) and isinstance(cache.tree_core, LoraTreeCore)
+    if cache.cache_controller is None or cache.host_pool.layout != "layer_first":
+        layout = None if cache.cache_controller is None else cache.host_pool.layout
+        raise ValueError(
+            f"--lora-tree needs HiCache with --hicache-mem-layout layer_first, and found {layout}: drop the option that "
+            "chose another"
+        )
+    ctx.tp_worker.model_runner.lora_manager.attach_cache(cache)
+    return cache
+
+
+def register() -> None:
+    """Make the cache and its core known to SGLang; safe to call again."""
+    from sglang.srt.mem_cache.registry import get_radix_cache_factory
+    from sglang.srt.mem_cache.unified_cache.tree_core_registry import get_tree_core_factory
+
+    if get_radix_cache_factory(CACHE_NAME) is None:
+        register_radix_cache_backend(CACHE_NAME, build_cache)
+    if get_tree_core_factory(TREE_CORE_NAME) is None:
+        register_tree_core_backend(TREE_CORE_NAME, LoraTreeCore)

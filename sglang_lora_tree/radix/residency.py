@@ -1,0 +1,488 @@
+"""Who is where: each adapter on disk, in host memory or on the GPU, and which waiting request may bring in which.
+
+In: what requests need (:class:`Demand`), in queue order, once per scheduling pass. Out: READY, WAIT or FAILED for each,
+with copies and reads under way for those that wait. Everything here runs in the scheduler loop and never waits; files are
+read by ``disk_reader``, rows travel by HiCache. Every decision depends only on the order of calls, so ranks agree.
+
+How nobody starves: an adapter brought in for a request is held (locked) until that request is admitted. The oldest request
+that finds no room for ``patience_passes`` passes becomes the blocker: from then on younger requests bring in nothing and
+lose what they hold, and after four times as many passes none of them is admitted before it.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_lora_tree.adapters.adapter import Adapter, load_adapter
+from sglang_lora_tree.config import Settings
+from sglang_lora_tree.kernels.table import AdapterTable
+from sglang_lora_tree.radix.disk_reader import DiskReader
+from sglang_lora_tree.radix.layout import AdapterLayout, Outline, Packer
+from sglang_lora_tree.radix.store import AdapterStore, StoredAdapter
+
+if TYPE_CHECKING:
+    from sglang_lora_tree.radix.cache_hooks import LoraTreeCache
+    from sglang_lora_tree.radix.tree_core_hooks import LoraNode
+
+OVERTAKE_FACTOR = 4
+"""After this many times ``patience_passes``, nobody younger than the blocker is admitted."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a request needs on the GPU: the node its KV hangs under, and the adapters that node depends on."""
+
+    identity: str
+    members: tuple[str, ...]
+
+    @property
+    def is_mix(self) -> bool:
+        return self.members != (self.identity,)
+
+
+class Verdict(enum.Enum):
+    READY = enum.auto()
+    WAIT = enum.auto()
+    FAILED = enum.auto()
+
+
+@dataclass
+class Counters:
+    """What happened since start; read by ``observability``."""
+
+    adapter_hits: int = 0
+    adapter_misses: int = 0
+    reads: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    failed_reads: int = 0
+    swap_ins: int = 0
+    swap_in_slots: int = 0
+    swap_outs: int = 0
+    swap_out_slots: int = 0
+    cold_starts: int = 0
+    cold_start_seconds: float = 0.0
+    """From a request's first look at an absent adapter to the pass that finds it ready; for metrics only."""
+
+
+@dataclass
+class _Hold:
+    """What one waiting request keeps from being evicted; called to let go."""
+
+    device: dict[str, Callable[[], None]] = field(default_factory=dict)
+    host: dict[str, Callable[[], None]] = field(default_factory=dict)
+
+    def release(self) -> None:
+        for undo in (*self.device.values(), *self.host.values()):
+            undo()
+        self.device.clear()
+        self.host.clear()
+
+
+class Residency:
+    """The three tiers of one scheduler process.
+
+    Args:
+        cache: SGLang's prefix cache over the LoRA tree.
+        store: registered adapters.
+        packer: rows of this rank's pool.
+        table: where kernels look adapters up; kept in step with what is on the GPU.
+        settings: of ``--lora-tree``.
+    """
+
+    def __init__(
+        self, cache: LoraTreeCache, store: AdapterStore, packer: Packer, table: AdapterTable, settings: Settings
+    ) -> None:
+        self.cache = cache
+        self.core = cache.tree_core
+        self.store = store
+        self.packer = packer
+        self.table = table
+        self.settings = settings
+        self.counters = Counters()
+        self.reader = DiskReader(settings.disk_readers, cache.agree)
+        self._layouts: dict[str, AdapterLayout] = {}
+        self._indices: dict[str, int] = {}
+        self._free_indices = list(range(table.capacity - 1, -1, -1))
+        self._reading: set[str] = set()
+        self._failures: dict[str, str] = {}
+        self._holds: dict[str, _Hold] = {}
+        self._pins: dict[str, Callable[[], None]] = {}
+        self._passes_waited: dict[str, int] = {}
+        self._first_look: dict[str, float] = {}
+        self._blocker: str | None = None
+        self._planes: list[torch.Tensor] | None = None
+        cache.on_reset = self._forget_everything
+        cache.on_shortage = self.release_holds
+        self.core.listener.on_resident = self._on_resident
+        self.core.listener.on_evicted = self._on_evicted
+
+    # ---- Registration ----
+
+    def check_fits(self, outline: Outline, name: str) -> AdapterLayout:
+        """Plan an adapter's rows; ValueError if it could never be served here."""
+        layout = self.packer.plan(outline)
+        rank = int(outline.rank.max())
+        if rank > self.table.max_rank:
+            raise ValueError(
+                f"adapter {name}: rank {rank} is above the largest rank served, {self.table.max_rank}: start with "
+                f'--lora-tree \'{{"max_rank": {rank}}}\''
+            )
+        for limit, where, cure in (
+            (self.max_adapter_slots, "GPU pool", "raise --max-total-tokens or --mem-fraction-static"),
+            (self.cache.host_pool.size, "host pool", "raise --hicache-size or --hicache-ratio"),
+        ):
+            if layout.num_slots > limit:
+                raise ValueError(
+                    f"adapter {name} takes {layout.num_slots} slots and could never fit the {where}, which has room for "
+                    f"{limit}: {cure}, or compress the adapter"
+                )
+        return layout
+
+    @property
+    def max_adapter_slots(self) -> int:
+        """Slots that adapters of one request may take: all but a page for its first token."""
+        return self.cache.num_pool_slots - self.cache.page_size
+
+    def note_registered(self, stored: StoredAdapter) -> None:
+        """A name was added to the store: its history KV, if any is left, counts again."""
+        self._layouts[stored.identity] = self.packer.plan(stored.outline)
+        self._refresh_registered(stored.identity)
+
+    def note_unregistered(self, stored: StoredAdapter) -> None:
+        """A name was removed: an adapter without names, and KV of it, is the first to leave from now on."""
+        if not stored.is_pinned:
+            self._unpin(stored.identity)
+        self._refresh_registered(stored.identity)
+        if stored.identity not in self.core.lora_nodes and self.store.get(stored.identity) is None:
+            self._layouts.pop(stored.identity, None)
+
+    def _refresh_registered(self, identity: str) -> None:
+        for lora_node in list(self.core.lora_nodes.values()):
+            if identity == lora_node.identity or identity in lora_node.members:
+                names = lora_node.members or (lora_node.identity,)
+                registered = all(self.store.get(name) is not None for name in names)
+                self.core.set_registered(lora_node.identity, registered)
+
+    # ---- What a request needs, and may need ----
+
+    def slots_of(self, demand: Demand) -> int:
+        """Slots that a request's adapters (and its mix node) take on the GPU, besides its tokens."""
+        slots = sum(self._layouts[member].num_slots for member in demand.members)
+        return slots + (self.cache.page_size if demand.is_mix else 0)
+
+    def slots_of_adapter(self, identity: str) -> int:
+        """Slots that one adapter takes."""
+        return self._layouts[identity].num_slots
+
+    def tier_of(self, identity: str) -> str:
+        """Where an adapter is: "gpu", "loading", "host" or "disk"."""
+        lora_node = self.core.lora_nodes.get(identity)
+        if lora_node is None:
+            return "disk"
+        if not lora_node.is_resident:
+            return "host"
+        return "gpu" if self.cache.is_loaded(lora_node) else "loading"
+
+    def pinned_slots(self, but: Iterable[str] = ()) -> int:
+        """Slots of pinned adapters, other than those named."""
+        spared = set(but)
+        return sum(
+            self._layouts[stored.identity].num_slots
+            for stored in self.store
+            if stored.is_pinned and stored.identity not in spared
+        )
+
+    def token_capacity(self, demand: Demand) -> int:
+        """Tokens of KV that a request can ever have beside its adapters; not positive if they never fit together."""
+        return self.cache.num_pool_slots - self.slots_of(demand) - self.pinned_slots(but=demand.members)
+
+    def index_of(self, identity: str) -> int:
+        """The kernels' number of an adapter on the GPU."""
+        return self._indices[identity]
+
+    # ---- One scheduling pass ----
+
+    def poll(self) -> None:
+        """Once per loop step, before a pass: take in what threads have read, and move pinned adapters along."""
+        self.reader.poll()
+        for stored in list(self.store):
+            if stored.is_pinned and stored.identity not in self._pins:
+                self._advance_pin(stored.identity)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is under way that needs the loop to go on."""
+        return self.reader.num_pending > 0 or any(
+            stored.is_pinned and stored.identity not in self._pins for stored in self.store
+        )
+
+    def begin_pass(self, waiting: Iterable[str]) -> None:
+        """Start a pass over the queue, given its request ids in order."""
+        order = list(waiting)
+        present = set(order)
+        for request_id in [request_id for request_id in self._holds if request_id not in present]:
+            self._holds.pop(request_id).release()
+        self._passes_waited = {name: count for name, count in self._passes_waited.items() if name in present}
+        self._first_look = {name: since for name, since in self._first_look.items() if name in present}
+        patience = self.settings.patience_passes
+        self._blocker = next((name for name in order if self._passes_waited.get(name, 0) >= patience), None)
+
+    def admit(self, request_id: str, demand: Demand | None, room: int, alone: bool) -> Verdict:
+        """Whether a waiting request can run now; if not, what it needs is on its way.
+
+        Args:
+            request_id: of the request, as given to :meth:`begin_pass`.
+            demand: None for the base model.
+            room: slots that may still be taken in this pass without touching what admitted requests were promised.
+            alone: nothing runs and nothing has been admitted in this pass.
+        """
+        if self._must_wait_for_blocker(request_id, demand):
+            return Verdict.WAIT
+        if demand is None:
+            return Verdict.READY
+        if self.failure_of(demand) is not None:
+            return Verdict.FAILED
+        absent = [member for member in demand.members if not self.core.is_resident(member)]
+        if request_id not in self._first_look:
+            self._first_look[request_id] = time.monotonic()
+            self.counters.adapter_hits += len(demand.members) - len(absent)
+            self.counters.adapter_misses += len(absent)
+        if absent:
+            if alone and self.token_capacity(demand) <= 0:
+                self._failures[demand.identity] = (
+                    f"the adapters of this request take {self.slots_of(demand)} slots and no longer fit the pool beside the "
+                    f"pinned adapters ({self.pinned_slots()} slots): unpin some or send smaller mixes"
+                )
+                return Verdict.FAILED
+            self._bring(request_id, demand, absent, room)
+            return Verdict.FAILED if self.failure_of(demand) is not None else Verdict.WAIT
+        nodes = [self.core.lora_nodes[member] for member in demand.members]
+        if not all(self.cache.is_loaded(node) for node in nodes):
+            return Verdict.WAIT
+        if demand.is_mix and not self._ensure_mix(demand, nodes):
+            self._note_no_room(request_id)
+            return Verdict.WAIT
+        if request_id in self._holds:
+            self.counters.cold_starts += 1
+            self.counters.cold_start_seconds += time.monotonic() - self._first_look[request_id]
+        self._passes_waited.pop(request_id, None)
+        return Verdict.READY
+
+    def note_admitted(self, demand: Demand | None) -> None:
+        """A request runs: count the visit of its node and of its adapters."""
+        for identity in () if demand is None else {demand.identity, *demand.members}:
+            lora_node = self.core.lora_nodes.get(identity)
+            if lora_node is not None:
+                lora_node.visits += 1
+
+    def failure_of(self, demand: Demand) -> str | None:
+        """Why a request can not be served, if it can not."""
+        return next((self._failures[name] for name in (demand.identity, *demand.members) if name in self._failures), None)
+
+    def end_pass(self, batch_formed: bool) -> None:
+        """Finish a pass; without a batch, nothing else would start the copies that were queued."""
+        self._failures.clear()  # whoever comes later tries again
+        if not batch_formed:
+            self.cache.submit_loads()
+
+    def release_holds(self, keep: str | None = None) -> bool:
+        """Take back what waiting requests hold (all but one's); True if there was anything."""
+        names = [name for name, hold in self._holds.items() if name != keep and (hold.device or hold.host)]
+        for name in names:
+            self._holds.pop(name).release()
+        return bool(names)
+
+    # ---- Steps towards the GPU ----
+
+    def _must_wait_for_blocker(self, request_id: str, demand: Demand | None) -> bool:
+        if self._blocker is None or self._blocker == request_id:
+            return False
+        if self._passes_waited[self._blocker] >= OVERTAKE_FACTOR * self.settings.patience_passes:
+            return True
+        return demand is not None and not all(self.core.is_resident(member) for member in demand.members)
+
+    def _bring(self, request_id: str, demand: Demand, absent: list[str], room: int) -> None:
+        hold = self._holds.setdefault(request_id, _Hold())
+        for member in demand.members:
+            lora_node = self.core.lora_nodes.get(member)
+            if lora_node is None:
+                if member not in self._reading and not self._start_reading(member):
+                    self._note_no_room(request_id)
+            elif lora_node.is_resident:
+                if member not in hold.device:
+                    hold.device[member] = self.cache.hold(lora_node)
+            elif member not in hold.host:
+                hold.host[member] = self.cache.hold_host(lora_node)
+        on_host = [member for member in absent if member in self.core.lora_nodes]
+        if not on_host or not self.cache.has_load_slot():
+            return
+        needed = sum(self._layouts[member].num_slots for member in absent)
+        if needed > room or not self._ensure_indices(len(on_host)):
+            self._note_no_room(request_id)
+            return
+        for member in on_host:
+            lora_node = self.core.lora_nodes[member]
+            if not self.cache.start_swap_in(lora_node):
+                self._note_no_room(request_id)
+                return
+            self.counters.swap_ins += 1
+            self.counters.swap_in_slots += self._layouts[member].num_slots
+            hold.device[member] = self.cache.hold(lora_node)
+
+    def _note_no_room(self, request_id: str) -> None:
+        self._passes_waited[request_id] = self._passes_waited.get(request_id, 0) + 1
+        if self._blocker == request_id:
+            self.release_holds(keep=request_id)
+
+    def _start_reading(self, identity: str) -> bool:
+        stored = self.store.get(identity)
+        assert stored is not None, f"{identity} is wanted and not registered"
+        slots = self.cache.allocate_host(self._layouts[identity].num_slots)
+        if slots is None:
+            return False
+        self._reading.add(identity)
+        self.reader.submit(
+            lambda: self._read(stored, slots),
+            on_done=lambda outcome: self._on_read(stored, slots, *outcome),
+            on_failed=lambda error: self._on_read_failed(stored, slots, error),
+        )
+        return True
+
+    def _read(self, stored: StoredAdapter, slots: torch.Tensor) -> tuple[int, float]:
+        """In a reader thread: file -> rows in host memory. Returns bytes and seconds, for metrics."""
+        start = time.monotonic()
+        adapter = self._load_unchanged(stored)
+        if self._planes is None:
+            self._planes = self.cache.host_planes()
+        self.packer.write(adapter, self._layouts[stored.identity], self._planes, slots)
+        return adapter.num_bytes, time.monotonic() - start
+
+    def _load_unchanged(self, stored: StoredAdapter) -> Adapter:
+        problems = []
+        for path in stored.paths:
+            try:
+                adapter = load_adapter(path, self.packer.base, name=stored.name)
+            except (OSError, ValueError) as error:
+                problems.append(f"{path}: {error}")
+                continue
+            if adapter.digest == stored.outline.digest:
+                return adapter
+            problems.append(f"{path}: the files hold other weights now than when it was registered")
+        raise ValueError(
+            f"adapter {stored.name} cannot be read any more: {'; '.join(problems) or 'it was unloaded'}; put the files back, "
+            "or unload the adapter and load it again"
+        )
+
+    def _on_read(self, stored: StoredAdapter, slots: torch.Tensor, num_bytes: int, seconds: float) -> None:
+        self._reading.discard(stored.identity)
+        self.counters.reads += 1
+        self.counters.read_bytes += num_bytes
+        self.counters.read_seconds += seconds
+        if self.store.get(stored.identity) is None:
+            self.cache.free_host(slots)  # unloaded meanwhile
+            return
+        self.core.add_adapter(stored.identity, slots)
+
+    def _on_read_failed(self, stored: StoredAdapter, slots: torch.Tensor, error: str) -> None:
+        self._reading.discard(stored.identity)
+        self.cache.free_host(slots)
+        self.counters.failed_reads += 1
+        self._failures[stored.identity] = error
+
+    def _ensure_mix(self, demand: Demand, members: list[LoraNode]) -> bool:
+        mix = self.core.lora_nodes.get(demand.identity)
+        if mix is not None and mix.is_resident:
+            return True
+        undo = [self.cache.hold(member) for member in members]
+        try:
+            if mix is None:
+                host_slots = self.cache.allocate_host(self.cache.page_size)
+                if host_slots is None:
+                    return False
+                mix = self.core.add_mix(demand.identity, demand.members, host_slots)
+            device_slots = self.cache.allocate_device(self.cache.page_size)
+            if device_slots is None:
+                return False
+            self.core.materialize(mix, device_slots)
+            return True
+        finally:
+            for release in undo:
+                release()
+
+    def _advance_pin(self, identity: str) -> None:
+        lora_node = self.core.lora_nodes.get(identity)
+        if lora_node is None:
+            if identity not in self._reading:
+                self._start_reading(identity)
+        elif not lora_node.is_resident:
+            if self.cache.has_load_slot() and self._ensure_indices(1) and self.cache.start_swap_in(lora_node):
+                self.counters.swap_ins += 1
+                self.counters.swap_in_slots += self._layouts[identity].num_slots
+                self.cache.submit_loads()
+        elif self.cache.is_loaded(lora_node):
+            self._pins[identity] = self.cache.hold(lora_node)
+
+    def _unpin(self, identity: str) -> None:
+        undo = self._pins.pop(identity, None)
+        if undo is not None:
+            undo()
+
+    # ---- The kernels' table follows ----
+
+    def _ensure_indices(self, count: int) -> bool:
+        """Make room in the table, which holds fewer adapters than a large pool could."""
+        while len(self._free_indices) < count:
+            if self.cache.evict_some(self.cache.page_size) == 0:
+                return False
+        return True
+
+    def _on_resident(self, lora_node: LoraNode) -> None:
+        if lora_node.is_mix:
+            return
+        outline = self._outline(lora_node.identity)
+        index = self._free_indices.pop()
+        self._indices[lora_node.identity] = index
+        assert lora_node.device_slots is not None
+        self.table.write(
+            index,
+            lora_node.device_slots,
+            torch.from_numpy(self._layouts[lora_node.identity].row_start),
+            torch.from_numpy(outline.rank),
+            torch.from_numpy(outline.scaling),
+        )
+
+    def _on_evicted(self, lora_node: LoraNode) -> None:
+        if lora_node.is_mix:
+            return
+        index = self._indices.pop(lora_node.identity)
+        self._free_indices.append(index)
+        self.table.clear(index)
+        self.counters.swap_outs += 1
+        assert lora_node.device_slots is not None
+        self.counters.swap_out_slots += len(lora_node.device_slots)
+
+    def _outline(self, identity: str) -> Outline:
+        stored = self.store.get(identity)
+        assert stored is not None, f"{identity} comes to the GPU without being registered"
+        return stored.outline
+
+    def _forget_everything(self) -> None:
+        """A flush: the tree and both pools are empty. Names stay; adapters come back from their files on next use."""
+        self.reader.drain()
+        self._reading.clear()
+        self._failures.clear()
+        self._holds.clear()
+        self._pins.clear()
+        self._passes_waited.clear()
+        self._first_look.clear()
+        for index in self._indices.values():
+            self.table.clear(index)
+            self._free_indices.append(index)
+        self._indices.clear()

@@ -1,0 +1,117 @@
+"""Which adapters are registered, under which names, and where their files are.
+
+In: SGLang's adapter ids with the outlines of validated adapters. Out: digests by id, and a file to read a digest from.
+Several names may hold the same bytes; the tree knows them as one adapter.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from sglang_lora_tree.radix.identity import adapter_identity
+from sglang_lora_tree.radix.layout import Outline
+
+
+@dataclass(frozen=True)
+class Registration:
+    """One name for an adapter (SGLang's LoRARef)."""
+
+    lora_id: str
+    name: str
+    path: str
+    pinned: bool = False
+
+
+@dataclass
+class StoredAdapter:
+    """One digest and every name that refers to it."""
+
+    outline: Outline
+    registrations: dict[str, Registration] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> str:
+        return adapter_identity(self.outline.digest)
+
+    @property
+    def is_pinned(self) -> bool:
+        return any(registration.pinned for registration in self.registrations.values())
+
+    @property
+    def name(self) -> str:
+        """A name for messages and pictures: the oldest that is left."""
+        return next((registration.name for registration in self.registrations.values()), "(unregistered)")
+
+    @property
+    def paths(self) -> list[str]:
+        """Folders that hold these bytes, the latest registered first."""
+        return [registration.path for registration in reversed(self.registrations.values())]
+
+
+class AdapterStore:
+    """All registered adapters of one process."""
+
+    def __init__(self, spool_dir: str | None = None) -> None:
+        self._by_identity: dict[str, StoredAdapter] = {}
+        self._identity_by_id: dict[str, str] = {}
+        self._spool_dir = spool_dir
+        self._spool: Path | None = None
+
+    def add(self, registration: Registration, outline: Outline) -> StoredAdapter:
+        assert registration.lora_id not in self._identity_by_id, f"adapter id {registration.lora_id} registered twice"
+        identity = adapter_identity(outline.digest)
+        stored = self._by_identity.setdefault(identity, StoredAdapter(outline))
+        stored.registrations[registration.lora_id] = registration
+        self._identity_by_id[registration.lora_id] = identity
+        return stored
+
+    def remove(self, lora_id: str) -> StoredAdapter | None:
+        """Forget a name; returns its adapter, which may have other names left."""
+        identity = self._identity_by_id.pop(lora_id, None)
+        if identity is None:
+            return None
+        stored = self._by_identity[identity]
+        registration = stored.registrations.pop(lora_id)
+        if not stored.registrations:
+            del self._by_identity[identity]
+        if self._spool is not None and Path(registration.path).parent == self._spool:
+            shutil.rmtree(registration.path, ignore_errors=True)
+        return stored
+
+    def get(self, identity: str) -> StoredAdapter | None:
+        return self._by_identity.get(identity)
+
+    def by_id(self, lora_id: str) -> StoredAdapter | None:
+        identity = self._identity_by_id.get(lora_id)
+        return None if identity is None else self._by_identity[identity]
+
+    def registration(self, lora_id: str) -> Registration | None:
+        stored = self.by_id(lora_id)
+        return None if stored is None else stored.registrations[lora_id]
+
+    def __iter__(self) -> Iterator[StoredAdapter]:
+        return iter(self._by_identity.values())
+
+    def __len__(self) -> int:
+        return len(self._by_identity)
+
+    def spool(self, lora_id: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> str:
+        """Keep an adapter that came as tensors as a folder, so that host memory may forget it; returns the folder."""
+        if self._spool is None:
+            self._spool = Path(tempfile.mkdtemp(prefix="sglang-lora-tree-", dir=self._spool_dir))
+            atexit.register(shutil.rmtree, self._spool, ignore_errors=True)
+        folder = self._spool / lora_id
+        folder.mkdir()
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(dict(config)))
+        return str(folder)

@@ -1,0 +1,463 @@
+"""SGLang's tree core with two more layers: the virtual root, then LoRA nodes and mix nodes, then KV nodes.
+
+Replaces (through the public registries ``register_tree_core_backend`` and ``CacheInitParams.component_registry_override``):
+
+* ``sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore`` by :class:`LoraTreeCore`. A walk that belongs to
+  an adapter or a mix starts at its node instead of at the root: ``match_prefix``, ``begin_insert``, ``resume_insert``,
+  ``match_full_device_prefix``, ``root_node_handle``. Leaves are kept in order (``LeafIndex``) instead of sorted per call.
+* ``sglang.srt.mem_cache.unified_cache.components.full.FullComponent`` by :class:`LoraFullComponent`: a lock that reaches a
+  mix node reaches the mix's members too, and victims come from the ordered index.
+
+A LoRA node is an ordinary node whose value is the adapter's slots, so leaf-first eviction and top-first loading *are* the
+usage dependency (ELORA, section V). A mix node owns one page (a node without a value is dead to the core) and has an edge
+to each member: while it is on the GPU none of them can be a leaf, and while it is locked they are locked.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    DecLockRefParams,
+    IncLockRefResult,
+    InsertParams,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import (
+    BASE_COMPONENT_TYPE,
+    CacheTransferPhase,
+    ComponentType,
+    EvictLayer,
+    FullComponent,
+)
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode
+
+from sglang_lora_tree.radix.identity import BASE_IDENTITY, identity_of
+from sglang_lora_tree.radix.leaf_index import LeafIndex
+
+TREE_CORE_NAME = "lora_tree"
+
+# No tokenizer or multimodal hash makes these token numbers, so no request's key can meet a LoRA node's.
+_ADAPTER_TOKEN = -(1 << 40)
+_MONOTONE_POLICIES = frozenset({"lru", "lfu", "fifo", "filo", "priority", "slru"})
+
+
+@dataclass(eq=False)
+class LoraNode:
+    """What the tree knows of a node of the second layer, beside SGLang's node itself."""
+
+    identity: str
+    node: UnifiedTreeNode
+    members: tuple[str, ...] = ()
+    """Identities of a mix's adapters; empty for an adapter."""
+    resident_mixes: int = 0
+    """Mix nodes on the GPU that need this adapter."""
+    registered: bool = True
+    """False once no name refers to it: its subtree is the first to go."""
+    visits: int = 0
+    locked_members: list[UnifiedTreeNode] = field(default_factory=list)
+    """Members that this mix's lock has locked (those in the tree when it was taken)."""
+
+    @property
+    def is_mix(self) -> bool:
+        return bool(self.members)
+
+    @property
+    def is_resident(self) -> bool:
+        return self.node.component_data[BASE_COMPONENT_TYPE].value is not None
+
+    @property
+    def device_slots(self) -> torch.Tensor | None:
+        return self.node.component_data[BASE_COMPONENT_TYPE].value
+
+    @property
+    def host_slots(self) -> torch.Tensor | None:
+        return self.node.component_data[BASE_COMPONENT_TYPE].host_value
+
+
+@dataclass
+class ResidencyListener:
+    """Who wants to know when an adapter comes to, or leaves, the GPU or the tree."""
+
+    on_resident: Callable[[LoraNode], None] = field(default=lambda _: None)
+    on_evicted: Callable[[LoraNode], None] = field(default=lambda _: None)
+    on_removed: Callable[[LoraNode], None] = field(default=lambda _: None)
+
+
+class LoraTreeCore(UnifiedTreeCore):
+    """The tree core; see the module's docstring. Called from the scheduler thread only, as SGLang's is."""
+
+    def __init__(self, params: Any, components: dict[ComponentType, Any]) -> None:
+        assert tuple(components) == (ComponentType.FULL,), f"a plain KV pool has one component, got {tuple(components)}"
+        assert isinstance(components[ComponentType.FULL], LoraFullComponent), "the factory installs LoraFullComponent"
+        self.listener = ResidencyListener()
+        self._monotone = params.eviction_policy.lower() in _MONOTONE_POLICIES
+        super().__init__(params, components)
+
+    def reset(self) -> None:
+        super().reset()
+        self.virtual_root = self.root_node
+        self.lora_nodes: dict[str, LoraNode] = {}
+        self._by_node: dict[int, LoraNode] = {}
+        self.evictable_device_leaves = LeafIndex(self._eviction_priority)
+        self.evictable_host_leaves = LeafIndex(self._eviction_priority)
+
+    # ---- Second layer ----
+
+    def lora_node_of(self, node: UnifiedTreeNode) -> LoraNode | None:
+        """The LoRA or mix node that a node hangs below (or is); None for base-model KV and the virtual root."""
+        # A node never changes subtree, so each asks its parent once and remembers.
+        if node is self.virtual_root:
+            return None
+        known = node.__dict__
+        if "lora_node" not in known:
+            path = [node]
+            while path[-1].parent is not self.virtual_root and "lora_node" not in path[-1].parent.__dict__:
+                path.append(path[-1].parent)
+            top = path[-1].parent
+            lora_node = None if top is self.virtual_root else top.lora_node
+            for below in path:
+                below.lora_node = lora_node
+        return node.lora_node
+
+    def add_adapter(self, identity: str, host_slots: torch.Tensor) -> LoraNode:
+        """Add a LoRA node whose rows are already in host memory (host first, so that eviction is a pure drop)."""
+        return self._add_lora_node(identity, host_slots, members=())
+
+    def add_mix(self, identity: str, members: Sequence[str], host_slots: torch.Tensor) -> LoraNode:
+        """Add a mix node, one page, not on the GPU yet. Its members must be in the tree."""
+        missing = [member for member in members if member not in self.lora_nodes]
+        assert members and not missing, f"mix {identity} lacks members in the tree: {missing}"
+        return self._add_lora_node(identity, host_slots, members=tuple(members))
+
+    def _add_lora_node(self, identity: str, host_slots: torch.Tensor, members: tuple[str, ...]) -> LoraNode:
+        assert identity != BASE_IDENTITY and identity not in self.lora_nodes, f"{identity!r} is in the tree already"
+        assert self.root_node is self.virtual_root, "no walk may be under way"
+        key = RadixKey(array("q", [_ADAPTER_TOKEN]) * len(host_slots), "lora-node:" + identity)
+        result = self.insert_host(self.virtual_root.id, key, host_slots, hash_value=[])
+        assert result.inserted_host_node is not None and not result.cache_actions
+        node = self.node_by_id(result.inserted_host_node)
+        lora_node = LoraNode(identity, node, members)
+        node.lora_node = lora_node
+        self.lora_nodes[identity] = lora_node
+        self._by_node[node.id] = lora_node
+        return lora_node
+
+    def materialize(self, lora_node: LoraNode, device_slots: torch.Tensor) -> None:
+        """Put a mix node on the GPU; its page has no content, so there is nothing to copy."""
+        assert lora_node.is_mix and not lora_node.is_resident, "adapters come through load_back"
+        missing = [member for member in lora_node.members if not self.is_resident(member)]
+        assert not missing, f"mix {lora_node.identity} before its members {missing}"
+        self._unevict_node_on_insert(lora_node.node, device_slots)
+        self.note_resident(lora_node)
+
+    def is_resident(self, identity: str) -> bool:
+        lora_node = self.lora_nodes.get(identity)
+        return lora_node is not None and lora_node.is_resident
+
+    def set_registered(self, identity: str, registered: bool) -> None:
+        """Say whether a name still refers to an adapter; a subtree without one leaves first, wherever it is."""
+        lora_node = self.lora_nodes.get(identity)
+        if lora_node is None or lora_node.registered == registered:
+            return
+        lora_node.registered = registered
+        stack = [lora_node.node]
+        while stack:
+            node = stack.pop()
+            self.evictable_device_leaves.refresh(node)
+            self.evictable_host_leaves.refresh(node)
+            stack.extend(node.children.values())
+
+    def note_resident(self, lora_node: LoraNode) -> None:
+        """Bookkeeping of a second-layer node that has just got its device slots."""
+        for member in lora_node.members:
+            self.lora_nodes[member].resident_mixes += 1
+            self._update_evictable_leaf_sets(self.lora_nodes[member].node)
+        self.listener.on_resident(lora_node)
+
+    def note_evicted(self, lora_node: LoraNode) -> None:
+        """Bookkeeping of a second-layer node that is about to lose its device slots."""
+        for member in lora_node.members:
+            owner = self.lora_nodes[member]
+            owner.resident_mixes -= 1
+            assert owner.resident_mixes >= 0, f"{member} has fewer than no resident mixes"
+            self._update_evictable_leaf_sets(owner.node)
+        self.listener.on_evicted(lora_node)
+
+    def find(self, node_id: int) -> LoraNode | None:
+        """The second-layer node with this id, if it is one."""
+        return self._by_node.get(node_id)
+
+    # ---- Walks start at the request's node ----
+
+    @contextmanager
+    def _rooted_at(self, node: UnifiedTreeNode) -> Iterator[None]:
+        assert self.root_node is self.virtual_root, "walks do not nest"
+        self.root_node = node
+        try:
+            yield
+        finally:
+            self.root_node = self.virtual_root
+
+    def _anchor(self, extra_key: str | None) -> UnifiedTreeNode | None:
+        """Where a request's walk starts; None if its adapter is not in the tree (it is on disk)."""
+        identity = identity_of(extra_key)
+        if identity == BASE_IDENTITY:
+            return self.virtual_root
+        lora_node = self.lora_nodes.get(identity)
+        return None if lora_node is None else lora_node.node
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        anchor = self._anchor(params.key.extra_key)
+        if anchor is None:
+            return self._empty_match_result
+        if anchor is self.virtual_root:
+            return super().match_prefix(params)
+        with self._rooted_at(anchor):
+            result = super().match_prefix(params)
+        if result.last_device_node == self.virtual_root.id:
+            # A key shorter than a page: the core's shared empty result knows only one root.
+            result = result._replace(
+                last_device_node=anchor.id, last_host_node=anchor.id, best_match_node=anchor.id
+            )
+        return result
+
+    def begin_insert(self, params: InsertParams) -> Any:
+        anchor = self._anchor(params.key.extra_key)
+        assert anchor is not None, f"KV of {identity_of(params.key.extra_key)} without its adapter in the tree"
+        if anchor is self.virtual_root:
+            return super().begin_insert(params)
+        assert anchor.component_data[BASE_COMPONENT_TYPE].value is not None, "KV inserted below an absent adapter"
+        with self._rooted_at(anchor):
+            return super().begin_insert(params)
+
+    def resume_insert(self) -> Any:
+        state = self._ongoing_insert_walk_state
+        anchor = None if state is None else self._anchor(state.params.key.extra_key)
+        if anchor is None or anchor is self.virtual_root:
+            return super().resume_insert()
+        with self._rooted_at(anchor):
+            return super().resume_insert()
+
+    def match_full_device_prefix(self, key: RadixKey) -> tuple[int, int, int]:
+        anchor = self._anchor(key.extra_key)
+        if anchor is None:
+            return 0, self.virtual_root.id, 0
+        if anchor is self.virtual_root:
+            return super().match_full_device_prefix(key)
+        with self._rooted_at(anchor):
+            return super().match_full_device_prefix(key)
+
+    def root_node_handle(self, extra_key: str | None = None) -> int:
+        anchor = self._anchor(extra_key)
+        return self.virtual_root.id if anchor is None else anchor.id
+
+    def anchor_of(self, node_id: int) -> int:
+        """The node (second layer, or the virtual root) above the KV that ends at a node."""
+        lora_node = self.lora_node_of(self.node_by_id(node_id))
+        return self.virtual_root.id if lora_node is None else lora_node.node.id
+
+    # ---- Eviction order ----
+
+    def _eviction_priority(self, node: UnifiedTreeNode) -> tuple[bool, Any]:
+        lora_node = self.lora_node_of(node)
+        wanted = lora_node is None or lora_node.registered
+        return wanted, self.eviction_strategy.get_priority(node)
+
+    def _is_device_leaf(self, node: UnifiedTreeNode) -> bool:
+        lora_node = self._by_node.get(node.id)
+        if lora_node is not None and lora_node.resident_mixes:
+            return False
+        return super()._is_device_leaf(node)
+
+    def _touch_node(self, node: UnifiedTreeNode) -> None:
+        super()._touch_node(node)
+        if not self._monotone:
+            self.evictable_device_leaves.refresh(node)
+            self.evictable_host_leaves.refresh(node)
+
+    def _match_post_processor(self, params: Any, value: Any, best_match_node: UnifiedTreeNode, *args: Any, **kw: Any) -> Any:
+        result = super()._match_post_processor(params, value, best_match_node, *args, **kw)
+        if not self._monotone:
+            node: UnifiedTreeNode | None = best_match_node
+            while node is not None:
+                self.evictable_device_leaves.refresh(node)
+                self.evictable_host_leaves.refresh(node)
+                node = node.parent
+        return result
+
+    def _remove_leaf_from_parent(self, node: UnifiedTreeNode) -> None:
+        super()._remove_leaf_from_parent(node)
+        self.evictable_device_leaves.discard(node)
+        self.evictable_host_leaves.discard(node)
+        lora_node = self._by_node.pop(node.id, None)
+        if lora_node is not None:
+            del self.lora_nodes[lora_node.identity]
+            self.listener.on_removed(lora_node)
+
+    # ---- Checks ----
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two operations (invariant 2, and the edges of mixes)."""
+        assert self.root_node is self.virtual_root, "a walk left its root behind"
+        mixes: dict[str, int] = dict.fromkeys(self.lora_nodes, 0)
+        for lora_node in self.lora_nodes.values():
+            if lora_node.is_mix and lora_node.is_resident:
+                for member in lora_node.members:
+                    assert self.is_resident(member), f"{lora_node.identity} is on the GPU without {member}"
+                    mixes[member] += 1
+        for identity, count in mixes.items():
+            owner = self.lora_nodes[identity]
+            assert owner.resident_mixes == count, f"{identity}: {owner.resident_mixes} resident mixes noted, {count} found"
+            if count:
+                assert owner.node not in self.evictable_device_leaves, f"{identity} is evictable below a resident mix"
+        for node in self._node_arena.values():
+            if node is self.virtual_root or node.parent is self.virtual_root:
+                continue
+            if node.component_data[BASE_COMPONENT_TYPE].value is not None:
+                top = self.lora_node_of(node)
+                assert top is None or top.is_resident, f"invalid KV: node {node.id} without {top and top.identity}"
+
+    def count_invalid_kv(self) -> int:
+        """Tokens of KV on the GPU whose adapter, or a member of whose mix, is not (invariant 2: always 0)."""
+        return sum(
+            len(node.component_data[BASE_COMPONENT_TYPE].value)
+            for lora_node in self.lora_nodes.values()
+            if not (lora_node.is_resident and all(self.is_resident(member) for member in lora_node.members))
+            for node in self.subtree(lora_node)
+            if node is not lora_node.node and node.component_data[BASE_COMPONENT_TYPE].value is not None
+        )
+
+    def subtree(self, lora_node: LoraNode) -> Iterator[UnifiedTreeNode]:
+        """A second-layer node and all KV nodes below it."""
+        stack = [lora_node.node]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+
+class LoraFullComponent(FullComponent):
+    """SGLang's component for plain KV, aware of the second layer; see the module's docstring."""
+
+    tree_core: LoraTreeCore
+
+    # ---- Locks reach a mix's members ----
+
+    def acquire_component_lock(
+        self, node: UnifiedTreeNode, result: IncLockRefResult, lock_host: bool = False
+    ) -> IncLockRefResult:
+        result = super().acquire_component_lock(node, result, lock_host)
+        if not lock_host:
+            mix = self._mix_above(node)
+            if mix is not None and mix.node.component_data[self.component_type].lock_ref == 1:
+                present = (self.tree_core.lora_nodes.get(member) for member in mix.members)
+                mix.locked_members = [owner.node for owner in present if owner is not None]
+                for owner_node in mix.locked_members:
+                    super().acquire_component_lock(owner_node, IncLockRefResult())
+                    self.tree_core._update_evictable_leaf_sets(owner_node)
+        return result
+
+    def release_component_lock(
+        self, node: UnifiedTreeNode, params: DecLockRefParams | None, lock_host: bool = False
+    ) -> None:
+        mix = None if lock_host else self._mix_above(node)
+        super().release_component_lock(node, params, lock_host)
+        if mix is not None and mix.node.component_data[self.component_type].lock_ref == 0:
+            locked, mix.locked_members = mix.locked_members, []
+            for owner_node in locked:
+                super().release_component_lock(owner_node, None)
+
+    def _mix_above(self, node: UnifiedTreeNode) -> LoraNode | None:
+        lora_node = self.tree_core.lora_node_of(node)
+        return lora_node if lora_node is not None and lora_node.is_mix else None
+
+    # ---- Coming and going ----
+
+    def commit_hicache_transfer(
+        self,
+        node: UnifiedTreeNode,
+        phase: CacheTransferPhase,
+        transfers: Sequence[Any] = (),
+        *,
+        cache_actions: list[Any],
+        insert_result: InsertResult | None = None,
+        pool_storage_result: Any = None,
+    ) -> None:
+        super().commit_hicache_transfer(
+            node,
+            phase,
+            list(transfers),
+            cache_actions=cache_actions,
+            insert_result=insert_result,
+            pool_storage_result=pool_storage_result,
+        )
+        if phase == CacheTransferPhase.LOAD_BACK and transfers and transfers[0].device_indices is not None:
+            for node_id in transfers[0].nodes_to_load or ():
+                lora_node = self.tree_core.find(node_id)
+                if lora_node is not None:
+                    self.tree_core.note_resident(lora_node)
+
+    def evict_component(
+        self,
+        node: UnifiedTreeNode,
+        device_frees: dict[ComponentType, list[torch.Tensor]],
+        host_frees: dict[ComponentType, list[torch.Tensor]],
+        cache_actions: list[Any],
+        target: EvictLayer = EvictLayer.DEVICE,
+    ) -> tuple[int, int]:
+        lora_node = self.tree_core.find(node.id)
+        if lora_node is not None and EvictLayer.DEVICE in target and lora_node.is_resident:
+            assert lora_node.resident_mixes == 0, f"{lora_node.identity} leaves below a resident mix"
+            self.tree_core.note_evicted(lora_node)
+        return super().evict_component(node, device_frees, host_frees, cache_actions, target)
+
+    # ---- Victims come from the ordered index ----
+
+    def _evict_device_start(self, request_cnt: int) -> None:
+        self._evict_device_request_cnt = request_cnt
+        self._evict_device_last_node = None
+        self._evict_device_heap = []
+        self._offered: list[UnifiedTreeNode] = []
+
+    def _evict_device_next_node(
+        self,
+        tracker: dict[ComponentType, int],
+        device_frees: dict[ComponentType, list[torch.Tensor]],
+        host_frees: dict[ComponentType, list[torch.Tensor]],
+        cache_actions: list[Any],
+    ) -> int | None:
+        if tracker[self.component_type] >= self._evict_device_request_cnt:
+            return None
+        node = self.tree_core.evictable_device_leaves.pop_lowest()
+        if node is None:
+            return None
+        self._offered.append(node)
+        return node.id
+
+    def _evict_device_end(self) -> None:
+        for node in self._offered:  # the cache may have declined some
+            self.tree_core.evictable_device_leaves.refresh(node)
+        self._offered = []
+
+    def drive_host_eviction(
+        self,
+        num_tokens: int,
+        tracker: dict[ComponentType, int],
+        device_frees: dict[ComponentType, list[torch.Tensor]],
+        host_frees: dict[ComponentType, list[torch.Tensor]],
+        cache_actions: list[Any],
+    ) -> None:
+        while tracker[self.component_type] < num_tokens:
+            node = self.tree_core.evictable_host_leaves.pop_lowest()
+            if node is None:
+                return
+            self.tree_core._evict_host_leaf(node, tracker, device_frees, host_frees, cache_actions=cache_actions)

@@ -1,0 +1,275 @@
+"""SGLang's scheduler, told about adapters that live in the pool.
+
+Hooks (all do nothing while ``--lora-tree`` is off), on ``sglang.srt.managers``:
+
+* ``schedule_batch.Req.__init__`` (AFTER): the request's KV is filed under its adapter's or mix's identity.
+* ``scheduler.Scheduler.__init__`` (AFTER): the self-check; this process serves nothing if a hook did not take.
+* ``scheduler.Scheduler.init_req_max_new_tokens`` (AFTER): limits on length count the slots of the adapters.
+* ``scheduler.Scheduler.get_next_batch_to_run`` (BEFORE): outcomes of reader threads are applied, at one point of the loop.
+* ``scheduler.Scheduler._get_new_batch_prefill_raw`` (AROUND) and ``can_schedule_lora_req`` (AROUND): admission.
+* ``schedule_policy.PrefillAdder.__init__`` (AFTER): what this pass has promised already.
+* ``scheduler.Scheduler.load_lora_adapter``, ``load_lora_adapter_from_tensors``, ``unload_lora_adapter`` (AROUND): no file is
+  read in the loop; the answer is sent when a thread has read it.
+* ``scheduler.Scheduler.is_fully_idle`` (AROUND): not idle while an adapter is being read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from sglang.srt.disaggregation.utils import prepare_abort
+from sglang.srt.managers.io_struct import LoRAUpdateOutput
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_lora_tree.composite.demand import WeightedDemand
+from sglang_lora_tree.composite.manager_hooks import TreeLoRAManager
+from sglang_lora_tree.config import current_settings
+from sglang_lora_tree.radix.identity import BASE_IDENTITY, namespace_key
+from sglang_lora_tree.radix.residency import Demand, Residency, Verdict
+
+logger = logging.getLogger(__name__)
+
+
+class SchedulerState:
+    """What the hooks keep between calls: one per scheduler process."""
+
+    def __init__(self) -> None:
+        self.manager: TreeLoRAManager | None = None
+        self.adder: Any = None
+        """SGLang's PrefillAdder of the pass under way."""
+        self.failed: list[tuple[Req, str]] = []
+        """Requests of the pass under way that can not be served."""
+
+    @property
+    def residency(self) -> Residency | None:
+        return None if self.manager is None else self.manager.residency
+
+
+STATE = SchedulerState()
+
+
+def attach(scheduler: Any) -> None:
+    """Take over a scheduler that SGLang has just built.
+
+    Raises:
+        RuntimeError: its LoRA manager is not ours.
+    """
+    manager = scheduler.tp_worker.model_runner.lora_manager
+    if not isinstance(manager, TreeLoRAManager) or manager.residency is None:
+        raise RuntimeError(f"--lora-tree: the LoRA manager is a {type(manager).__name__} that no tree is attached to")
+    STATE.manager = manager
+
+
+def demand_of(req: Req) -> WeightedDemand | None:
+    """What a request needs; None for the base model."""
+    assert STATE.manager is not None
+    return STATE.manager.resolver.resolve(req.lora_id)
+
+
+# ---- Requests as they come ----
+
+
+def file_under_identity(result: None, req: Req, *args: Any, **kwargs: Any) -> None:
+    """AFTER ``Req.__init__``: replace the key that SGLang makes (extra_key + lora_id) by one with length-prefixed fields."""
+    if STATE.manager is None:
+        return
+    extra_key = req.extra_key
+    if req.lora_id is not None:
+        assert extra_key is not None and extra_key.endswith(req.lora_id), f"unexpected key {extra_key!r}"
+        extra_key = extra_key[: -len(req.lora_id)] or None
+    try:
+        weighted = demand_of(req)
+    except (KeyError, ValueError) as error:
+        # The tokenizer process waits for requests before it unloads, so this is a client that makes up ids.
+        req.lora_id = None
+        weighted = None
+        req.lora_tree_error = f"the request's adapters are not loaded: {error}"
+    if weighted is None:
+        req.lora_id = None
+    req.extra_key = namespace_key(BASE_IDENTITY if weighted is None else weighted.demand.identity, extra_key)
+
+
+def limit_length(result: None, scheduler: Any, req: Req) -> None:
+    """AFTER ``Scheduler.init_req_max_new_tokens``: prompt, output and adapters share one pool."""
+    if STATE.manager is None:
+        return
+    error = getattr(req, "lora_tree_error", None)
+    if error is not None:
+        _refuse(req, error)
+        return
+    weighted = demand_of(req)
+    residency = STATE.residency
+    if weighted is None or residency is None:
+        return
+    demand = weighted.demand
+    capacity = residency.token_capacity(demand)
+    # One page for the allocator's rounding, as SGLang's own bound keeps it.
+    room = capacity - len(req.origin_input_ids) - 2 * residency.cache.page_size
+    if room < 1:
+        slots, pinned = residency.slots_of(demand), residency.pinned_slots(but=demand.members)
+        _refuse(
+            req,
+            f"the request does not fit the pool: its {len(demand.members)} adapter(s) take {slots} slots, pinned adapters "
+            f"{pinned}, its prompt {len(req.origin_input_ids)}, of {residency.cache.num_pool_slots} in all; send a shorter "
+            "prompt or a smaller mix, or raise --max-total-tokens",
+        )
+        return
+    params = req.sampling_params
+    params.max_new_tokens = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
+
+
+def _refuse(req: Req, message: str) -> None:
+    req.set_finish_with_abort(message, status_code=HTTPStatus.BAD_REQUEST)
+    req.lora_id = None  # SGLang runs refused requests for one token: the base model can do that
+    req.extra_key = namespace_key(BASE_IDENTITY, "refused")
+
+
+# ---- Once per loop step ----
+
+
+def poll(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE ``Scheduler.get_next_batch_to_run``."""
+    if STATE.residency is not None:
+        STATE.residency.poll()
+
+
+def stay_awake(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+    """AROUND ``Scheduler.is_fully_idle``."""
+    idle = original(scheduler, *args, **kwargs)
+    return idle and not (STATE.residency is not None and STATE.residency.is_busy)
+
+
+# ---- Admission ----
+
+
+def remember_adder(result: None, adder: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER ``PrefillAdder.__init__``."""
+    STATE.adder = adder
+
+
+def run_pass(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND ``Scheduler._get_new_batch_prefill_raw``: one pass over the waiting queue."""
+    residency = STATE.residency
+    if residency is None:
+        return original(scheduler, *args, **kwargs)
+    STATE.failed = []
+    residency.begin_pass(req.rid for req in scheduler.waiting_queue)
+    result = original(scheduler, *args, **kwargs)
+    batch = result[0]
+    residency.end_pass(batch_formed=batch is not None)
+    for req in batch.reqs if batch is not None else ():
+        weighted = demand_of(req)
+        residency.note_admitted(None if weighted is None else weighted.demand)
+    _abort_failed(scheduler)
+    STATE.adder = None
+    if current_settings().verify_invariants:  # type: ignore[union-attr]
+        residency.core.check_invariants()
+    return result
+
+
+def can_schedule(original: Callable[..., bool], scheduler: Any, req: Req, running_loras: set[str | None]) -> bool:
+    """AROUND ``Scheduler.can_schedule_lora_req``: are the request's adapters on the GPU, or on their way?"""
+    residency = STATE.residency
+    if residency is None:
+        return original(scheduler, req, running_loras)
+    if scheduler.lora_drainer and not scheduler.lora_drainer.can_schedule(req):
+        return False
+    if req.to_finish is not None:
+        return True  # refused already; it only has to pass through
+    weighted = demand_of(req)
+    demand = None if weighted is None else weighted.demand
+    if demand is not None and req.lora_id not in running_loras and _too_many_adapters(scheduler, demand, running_loras):
+        return False
+    adder = STATE.adder
+    alone = not adder.can_run_list and scheduler.running_batch.is_empty()
+    verdict = residency.admit(req.rid, demand, int(adder.rem_total_tokens), alone)
+    if verdict is Verdict.FAILED:
+        assert demand is not None
+        STATE.failed.append((req, str(residency.failure_of(demand))))
+    return verdict is Verdict.READY
+
+
+def _too_many_adapters(scheduler: Any, demand: Demand, running_loras: set[str | None]) -> bool:
+    """--max-loras-per-batch counts different adapters, members of mixes included; a request alone always may run."""
+    assert STATE.manager is not None
+    running = {
+        member
+        for lora_id in running_loras
+        if lora_id is not None and (weighted := STATE.manager.resolver.resolve(lora_id)) is not None
+        for member in weighted.demand.members
+    }
+    return bool(running) and len(running | set(demand.members)) > scheduler.max_loras_per_batch
+
+
+def _abort_failed(scheduler: Any) -> None:
+    """Answer the requests whose adapters cannot be had; nobody else notices."""
+    if not STATE.failed:
+        return
+    failed = {id(req) for req, _ in STATE.failed}
+    scheduler.waiting_queue = [req for req in scheduler.waiting_queue if id(req) not in failed]
+    for req, message in STATE.failed:
+        logger.error("request %s refused: %s", req.rid, message)
+        prepare_abort(req, message, status_code=HTTPStatus.BAD_REQUEST)
+        scheduler.output_streamer.stream_output([req], req.return_logprob)
+    STATE.failed = []
+
+
+# ---- Loading and unloading ----
+
+
+def _reply(scheduler: Any, recv_req: Any) -> Callable[[LoRAUpdateOutput], None]:
+    return lambda output: scheduler.send_control_output(output, recv_req)
+
+
+def load(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """AROUND ``Scheduler.load_lora_adapter``: answered later (None: nothing to send now)."""
+    if STATE.manager is None:
+        return original(scheduler, recv_req)
+    STATE.manager.begin_load(recv_req.to_ref(), _reply(scheduler, recv_req))
+    return None
+
+
+def load_from_tensors(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """AROUND ``Scheduler.load_lora_adapter_from_tensors``: answered later."""
+    manager = STATE.manager
+    if manager is None:
+        return original(scheduler, recv_req)
+    reply = _reply(scheduler, recv_req)
+    if recv_req.load_format == "flattened_bucket" or recv_req.added_tokens_config:
+        what = "load_format flattened_bucket" if recv_req.load_format else "added_tokens_config"
+        reply(LoRAUpdateOutput(success=False, error_message=f"{what} is not served with --lora-tree: send named tensors"))
+        return None
+    try:
+        tensors = scheduler.tp_worker.deserialize_own_rank(recv_req.serialized_named_tensors)
+        named = dict(tensors)
+    except Exception as error:  # bytes from a client
+        reply(LoRAUpdateOutput(success=False, error_message=f"the serialized tensors cannot be read: {error}"))
+        return None
+    manager.begin_load_from_tensors(recv_req.to_ref(), named, recv_req.config_dict, reply)
+    return None
+
+
+def unload(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """AROUND ``Scheduler.unload_lora_adapter``."""
+    if STATE.manager is None:
+        return original(scheduler, recv_req)
+    return STATE.manager.unload(recv_req.to_ref())
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
+    ("sglang.srt.managers.schedule_batch.Req.__init__", file_under_identity, HookType.AFTER),
+    (f"{_SCHEDULER}.init_req_max_new_tokens", limit_length, HookType.AFTER),
+    (f"{_SCHEDULER}.get_next_batch_to_run", poll, HookType.BEFORE),
+    (f"{_SCHEDULER}.is_fully_idle", stay_awake, HookType.AROUND),
+    ("sglang.srt.managers.schedule_policy.PrefillAdder.__init__", remember_adder, HookType.AFTER),
+    (f"{_SCHEDULER}._get_new_batch_prefill_raw", run_pass, HookType.AROUND),
+    (f"{_SCHEDULER}.can_schedule_lora_req", can_schedule, HookType.AROUND),
+    (f"{_SCHEDULER}.load_lora_adapter", load, HookType.AROUND),
+    (f"{_SCHEDULER}.load_lora_adapter_from_tensors", load_from_tensors, HookType.AROUND),
+    (f"{_SCHEDULER}.unload_lora_adapter", unload, HookType.AROUND),
+]
