@@ -11,6 +11,10 @@ from sglang_lora_tree.kernels.pool import PoolView
 from sglang_lora_tree.kernels.rows import block_width, row_addresses
 from sglang_lora_tree.kernels.table import NUM_MODULES, RANK_TILE, AdapterTable
 
+LARGEST_BLOCK_D = 128
+NUM_WARPS = 4
+"""The best of a small sweep on an H200."""
+
 
 @triton.jit(do_not_specialize=["layer"])
 def _expand_kernel(  # type: ignore[no-untyped-def]
@@ -93,7 +97,7 @@ def expand(
     """Add w_j s_j z[t, j, m] B over a token's members j to y[t, output m], rounding once. See lora.expand."""
     if pairs.num_tiles == 0:
         return
-    block = block_width(pool.width)
+    block = block_width(pool.width, LARGEST_BLOCK_D)
     blocks = triton.cdiv(max(output_widths), pool.width) * triton.cdiv(pool.width, block)
     grid = (pairs.num_tiles, blocks, len(modules))
     _expand_kernel[grid](
@@ -103,4 +107,5 @@ def expand(
         A_CHUNKS=triton.cdiv(d_in, pool.width), W=pool.width, J=pairs.max_members, R=table.padded_rank,
         MODULES=modules, OUTPUT_OFFSETS=output_offsets, OUTPUT_WIDTHS=output_widths, TABLE_MODULES=NUM_MODULES,
         BLOCK_T=BLOCK_T, BLOCK_R=RANK_TILE, BLOCK_D=block, ALIGNED=pool.aligned,
+        num_warps=NUM_WARPS,
     )  # fmt: skip

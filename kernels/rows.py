@@ -31,7 +31,7 @@ def upcasts(pool: PoolView) -> bool:
     return pool.dtype == torch.bfloat16 and triton.knobs.runtime.interpret
 
 
-def block_width(width: int, largest: int = 128) -> int:
+def block_width(width: int, largest: int) -> int:
     """How many elements of a chunk of W a kernel takes at once.
 
     A function of W alone, so that additions keep their order whatever the batch; at least the 16 that tl.dot needs.

@@ -11,6 +11,10 @@ from sglang_lora_tree.kernels.pool import PoolView
 from sglang_lora_tree.kernels.rows import block_width, row_addresses, upcasts
 from sglang_lora_tree.kernels.table import NUM_MODULES, RANK_TILE, AdapterTable
 
+LARGEST_BLOCK_K = 128
+NUM_WARPS = 4
+"""The best of a small sweep on an H200. Constants, because a token's bits depend on them."""
+
 
 @triton.jit(do_not_specialize=["layer"])
 def _shrink_kernel(  # type: ignore[no-untyped-def]
@@ -59,6 +63,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
         a_rows = row_addresses(
             first_row + ranks * CHUNKS + chunk, rank_mask, pointers, adapter_slots, n, W, x.dtype.element_ty, ALIGNED
         )
+        part = tl.full((BLOCK_T, BLOCK_R), 0.0, dtype=tl.float32)  # tensor cores truncate as they add: keep sums short
         for begin in range(0, W, BLOCK_K):
             inside = begin + offsets
             k = chunk * W + inside
@@ -69,7 +74,8 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
             )
             if UPCAST:
                 x_tile, a_tile = x_tile.to(tl.float32), a_tile.to(tl.float32)
-            total = tl.dot(x_tile, tl.trans(a_tile), total, input_precision="ieee")
+            part = tl.dot(x_tile, tl.trans(a_tile), part, input_precision="ieee")
+        total += part
 
     z_rows = z + tokens.to(tl.int64) * (J * NUM * R) + (j * NUM + m) * R
     tl.store(z_rows[:, None] + ranks[None, :], total, mask=token_mask[:, None] & rank_mask[None, :])
@@ -88,6 +94,6 @@ def shrink(
         pairs.seg_indptr, pairs.pair_indptr, pairs.pair_adapter, pairs.tile_req, pairs.tile_start,
         layer, x.stride(0), table.record_stride,
         D=x.shape[1], W=pool.width, J=pairs.max_members, R=table.padded_rank, MODULES=modules,
-        TABLE_MODULES=NUM_MODULES, BLOCK_T=BLOCK_T, BLOCK_R=RANK_TILE, BLOCK_K=block_width(pool.width),
-        ALIGNED=pool.aligned, UPCAST=upcasts(pool),
+        TABLE_MODULES=NUM_MODULES, BLOCK_T=BLOCK_T, BLOCK_R=RANK_TILE, BLOCK_K=block_width(pool.width, LARGEST_BLOCK_K),
+        ALIGNED=pool.aligned, UPCAST=upcasts(pool), num_warps=NUM_WARPS,
     )  # fmt: skip
