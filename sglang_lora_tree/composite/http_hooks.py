@@ -2,8 +2,8 @@
 
 SGLang's endpoints drop unknown body fields (``lora``, ``merged_adapters``) in silence and answer an unknown ``model``
 with the base model. So the body is read where all of them get it, in ``ORJSONRequest.json``, before it is validated
-and before a stream starts. What it asks for is left in ``REQUEST_MIX`` for ``request_hooks``. A refusal is a 400 (an
-unknown ``model``: 404) in the shape of the endpoint.
+and before a stream starts. What it asks for is left in the request's scope for ``request_hooks``. A refusal is a 400
+(an unknown ``model``: 404) in the shape of the endpoint.
 
 =======================  =================  =====================================================
 endpoint                 mix fields         ``model``
@@ -42,12 +42,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import ORJSONResponse
+from fastapi.responses import JSONResponse
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_lora_tree.composite.mix import MixError
 from sglang_lora_tree.composite.request_body import Naming, UnknownModelError, take_mixes
-from sglang_lora_tree.composite.request_hooks import PROMPT_FIELDS, REQUEST_MIX, naming_of
+from sglang_lora_tree.composite.request_hooks import PROMPT_FIELDS, SCOPE_KEY, naming_of
 
 
 @dataclass(frozen=True)
@@ -93,23 +93,21 @@ class Refusal(HTTPException):
 
 
 async def read_mixes(original: Callable[..., Awaitable[Any]], request: Any) -> Any:
-    """AROUND ``ORJSONRequest.json``: take the mix fields out of the body, leave what they ask for in ``REQUEST_MIX``.
+    """AROUND ``ORJSONRequest.json``: take the mix fields out of the body, leave what they ask for in the scope.
 
     Raises:
         HTTPException: 400 or 404, see the module's head.
     """
     body = await original(request)
     endpoint = ENDPOINTS.get(getattr(request.scope.get("endpoint"), "__name__", ""))
-    if endpoint is None or not isinstance(body, dict) or getattr(request, "_lora_tree_read", False):
-        return body
+    if endpoint is None or not isinstance(body, dict) or SCOPE_KEY in request.scope:
+        return body  # json() hands out the same body again, by then without the fields
     from sglang.srt.entrypoints.http_server import get_global_state
 
-    request._lora_tree_read = True  # json() hands out the same body again, now without the fields
     try:
-        mixes = _take_mixes(body, naming_of(get_global_state().tokenizer_manager), endpoint)
+        request.scope[SCOPE_KEY] = _take_mixes(body, naming_of(get_global_state().tokenizer_manager), endpoint)
     except MixError as error:
         raise _refuse(error, endpoint.shape) from None
-    REQUEST_MIX.set((mixes,))
     return body
 
 
@@ -152,15 +150,15 @@ def prepare_app(*_: Any, **__: Any) -> None:
     if retrieve_model_or_adapter.__name__ in names:
         return
     app.add_api_route(
-        "/v1/models/{model:path}", retrieve_model_or_adapter, methods=["GET"], response_class=ORJSONResponse
+        "/v1/models/{model:path}", retrieve_model_or_adapter, methods=["GET"], response_class=JSONResponse
     )
     # The first route that matches answers.
     app.router.routes.insert(names.index("retrieve_model"), app.router.routes.pop())
 
 
-async def _answer_refusal(request: Request, refusal: Exception) -> ORJSONResponse:
+async def _answer_refusal(request: Request, refusal: Exception) -> JSONResponse:
     assert isinstance(refusal, Refusal)
-    return ORJSONResponse(refusal.content, refusal.status_code)
+    return JSONResponse(refusal.content, refusal.status_code)
 
 
 async def retrieve_model_or_adapter(model: str) -> Any:

@@ -4,9 +4,8 @@ The request object keeps a string, ``lora_path`` = the canonical text of its mix
 ``lora_path`` (batches, n > 1, logs, counting releases) goes on working. Every request ends in
 ``TokenizerManager.generate_request``, whatever the endpoint or API, so that is where ``lora_path`` is settled:
 
-- over HTTP, ``http_hooks`` read the body's fields and left the outcome in ``REQUEST_MIX``; it replaces whatever the
-  endpoint put into ``lora_path``, because SGLang's own reading of ``model`` splits an adapter's name at its first
-  colon;
+- over HTTP, ``http_hooks`` read the body's fields and left the outcome in the request's scope; it replaces whatever the
+  endpoint put into ``lora_path``, because SGLang's reading of ``model`` splits an adapter's name at its first colon;
 - through ``sgl.Engine``, ``lora_path`` itself may be any form of the grammar.
 
 A request that fails, is aborted or loses its client before, between or after these steps gives back every member it
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -33,9 +31,8 @@ DEFAULT_MODEL = "default"
 """What SGLang's OpenAI endpoints take for the base model when a request has no ``model``."""
 PROMPT_FIELDS = ("text", "input_ids", "input_embeds")
 
-REQUEST_MIX: ContextVar[tuple[str | list[str | None] | None] | None] = ContextVar("lora_tree_request_mix", default=None)
-"""The mix that an HTTP request asks for, in a tuple of one; None outside a request. Each request runs in a context
-of its own."""
+SCOPE_KEY = "lora_tree.mix"
+"""Where an HTTP request's ASGI scope holds the mix it asks for: canonical text, a list with one per prompt, or None."""
 
 _ACQUIRE_ATTEMPTS = 3
 
@@ -56,9 +53,9 @@ def settle_lora_path(tokenizer_manager: Any, obj: Any, request: Any = None) -> N
     Raises:
         MixError: ``lora_path`` is malformed or does not fit the batch.
     """
-    over_http = REQUEST_MIX.get()
-    if over_http is not None:
-        obj.lora_path = over_http[0]
+    scope = getattr(request, "scope", {})
+    if SCOPE_KEY in scope:
+        obj.lora_path = scope[SCOPE_KEY]
     elif obj.lora_path is not None:
         prompts = count_prompts(lambda field: getattr(obj, field, None), PROMPT_FIELDS)
         obj.lora_path = canonical_mixes(obj.lora_path, prompts, naming_of(tokenizer_manager))

@@ -1,5 +1,7 @@
-"""SGLang's API process without its scheduler: the real registry, the real request path of the tokenizer manager and the real
-FastAPI app, with our hooks applied for one test; only tokenizing and the scheduler's answers are stubbed."""
+"""SGLang's API process without its scheduler, with our hooks applied for one test.
+
+Real: the registry, the request path of the tokenizer manager, the FastAPI app. Stubbed: tokenizing, the scheduler.
+"""
 
 import pkgutil
 from types import SimpleNamespace
@@ -112,10 +114,21 @@ def tokenizer_manager_class():
         async def _stream_one_response(self, obj, state, request=None):
             while self.hang:
                 await asyncio.sleep(0.01)
-            meta = {"id": obj.rid, "prompt_tokens": 1, "completion_tokens": 1, "cached_tokens": 0, "weight_version": "0"}
+            meta = {
+                "id": obj.rid,
+                "prompt_tokens": 1,
+                "completion_tokens": 1,
+                "cached_tokens": 0,
+                "weight_version": "0",
+            }
             text = "/".join(f"{name}={weight:g}" for name, weight in self.name_of(obj.lora_id).items()) or "base"
             finish = {"type": "stop", "matched": None}
-            output = {"text": text, "meta_info": {**meta, "finish_reason": finish}, "output_ids": [1], "embedding": [0.5]}
+            output = {
+                "text": text,
+                "meta_info": {**meta, "finish_reason": finish},
+                "output_ids": [1],
+                "embedding": [0.5],
+            }
             del self.rid_to_state[obj.rid]
             self._release_lora_once(state)
             yield output

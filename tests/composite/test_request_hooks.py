@@ -134,7 +134,12 @@ def test_a_request_that_fails_after_acquiring_gives_its_members_back(tokenizer_m
     for texts in (["bad"], ["good", "bad"]):
         for n in (1, 2):
             with pytest.raises(ValueError, match="too long"):
-                run(tokenizer_manager, text=texts, lora_path=[{"math": 0.5, "json": 1}] * len(texts), sampling_params={"n": n})
+                run(
+                    tokenizer_manager,
+                    text=texts,
+                    lora_path=[{"math": 0.5, "json": 1}] * len(texts),
+                    sampling_params={"n": n},
+                )
     # Only what reached the scheduler is still held: the scheduler's answer to the abort releases it.
     counts = asyncio.run(tokenizer_manager.counts())
     dispatched = sum(state.dispatched for state in tokenizer_manager.rid_to_state.values())
