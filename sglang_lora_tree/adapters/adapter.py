@@ -68,9 +68,10 @@ def load_adapter(folder: str | Path, base: BaseShape | None = None, name: str | 
     base: shape of the base model; without it widths and the number of layers are not checked. name: default, the
     folder's name. Reads the disk; raises AdapterError for whatever cannot be served exactly.
     """
+    if not os.path.isdir(folder):
+        cure = "name a local PEFT folder (download it first)"
+        raise AdapterError(folder or "''", "the folder", "is no folder", cure)
     folder = Path(folder)
-    if not folder.is_dir():
-        raise AdapterError(folder, "the folder", "is no folder", "name a local PEFT folder (download it first)")
     config = read_config(folder)
     file = find_tensor_file(folder)
     if base is not None:

@@ -8,6 +8,7 @@ for the scaling.
 
 import json
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,10 +136,10 @@ def read_config(folder: Path) -> AdapterConfig:
     """Reads FOLDER/adapter_config.json. Raises AdapterError if it is missing, not JSON, or cannot be served exactly."""
     file = folder / CONFIG_NAME
     cure = "name a folder as PEFT's save_pretrained writes it"
+    if not os.path.isfile(file):  # a pipe would block for ever
+        raise AdapterError(file, "the file", "is missing", cure)
     try:
         text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise AdapterError(file, "the file", "is missing", cure) from None
     except (OSError, ValueError) as error:
         raise AdapterError(file, "the file", f"cannot be read ({error})", cure) from error
     try:

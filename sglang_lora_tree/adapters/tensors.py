@@ -1,5 +1,6 @@
 """adapter_model.safetensors or adapter_model.bin -> tensors that own their memory."""
 
+import os
 import pickle
 from pathlib import Path
 
@@ -16,7 +17,7 @@ BIN_NAME = "adapter_model.bin"
 def find_tensor_file(folder: Path) -> Path:
     """The file PEFT itself would read: safetensors first. Raises AdapterError if there is neither."""
     for name in SAFETENSORS_NAME, BIN_NAME:
-        if (folder / name).is_file():
+        if os.path.isfile(folder / name):
             return folder / name
     raise AdapterError(
         folder / SAFETENSORS_NAME,

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import pickle
 import shutil
 import warnings
@@ -330,6 +331,9 @@ def test_added_tokens(tmp_path: Path, plain_folder: Path, base: BaseShape) -> No
 def test_missing_things_are_named(tmp_path: Path, plain_folder: Path) -> None:
     with pytest.raises(AdapterError, match="nowhere: the folder: is no folder"):
         load_adapter(tmp_path / "nowhere")
+    for path in "", "x" * 5000, "a\0b":
+        with pytest.raises(AdapterError, match="is no folder"):
+            load_adapter(path)
     with pytest.raises(AdapterError, match="is no folder"):
         load_adapter(plain_folder / "adapter_config.json")
     with pytest.raises(AdapterError, match=r"adapter_config.json: the file: is missing"):
@@ -337,6 +341,26 @@ def test_missing_things_are_named(tmp_path: Path, plain_folder: Path) -> None:
     shutil.copy(plain_folder / "adapter_config.json", tmp_path)
     with pytest.raises(AdapterError, match=r"adapter_model.safetensors: the file: is missing, and so is"):
         load_adapter(tmp_path)
+
+
+def test_pipes_do_not_block(tmp_path: Path, plain_folder: Path) -> None:
+    for name in "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "added_tokens.json":
+        folder = shutil.copytree(plain_folder, tmp_path / name)
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+        if name in ("adapter_config.json", "adapter_model.safetensors"):
+            with pytest.raises(AdapterError, match="is missing"):
+                load_adapter(folder)
+        else:
+            load_adapter(folder)
+
+
+def test_names_follow_the_path_as_given(tmp_path: Path, plain_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "math").symlink_to(plain_folder)  # as a download's snapshot: the target's name means nothing
+    monkeypatch.chdir(tmp_path / "math")
+    for path in tmp_path / "math", f"{tmp_path}/math/":
+        assert load_adapter(path).name == "math"
+    assert load_adapter(".").name == os.path.basename(os.getcwd())
 
 
 def test_errors_cross_process_borders() -> None:
