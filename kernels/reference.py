@@ -33,16 +33,28 @@ def gather_rows(
         (rank, size), the pool's dtype.
     """
     chunks = -(-size // pool.width)
-    first_slot, slot_count = int(table.first_slot[adapter]), int(table.slot_count[adapter])
-    slots = table.slots[first_slot : first_slot + slot_count]
-    start = int(table.row_start[adapter, layer, module]) + skip
-    stop = start + rank * chunks
-    parts = []
-    for plane in range(start // slot_count, -(-stop // slot_count)):  # the rows run through whole planes in order
-        begin = plane * slot_count
-        parts.append(pool.planes[plane][slots[max(start - begin, 0) : stop - begin]])
+    key = ("rows", adapter, layer, module, skip, chunks)
+    places: list[tuple[int, torch.Tensor]] | None = table.lookups.get(key)  # (plane, slots) in the rows' order
+    if places is None:
+        first_slot, slot_count = int(table.first_slot[adapter]), int(table.slot_count[adapter])
+        slots = table.slots[first_slot : first_slot + slot_count].long()
+        start = int(table.row_start[adapter, layer, module]) + skip
+        stop = start + rank * chunks
+        planes = range(start // slot_count, -(-stop // slot_count))
+        places = [(p, slots[max(start - p * slot_count, 0) : stop - p * slot_count]) for p in planes]
+        table.lookups[key] = places
+    parts = [pool.planes[plane][slots] for plane, slots in places]
     rows = parts[0] if len(parts) == 1 else torch.cat(parts)
     return rows.view(rank, chunks * pool.width)[:, :size]
+
+
+def _rank_and_scaling(table: AdapterTable, adapter: int, layer: int, module: int) -> tuple[int, float]:
+    key = ("rank", adapter, layer, module)
+    found: tuple[int, float] | None = table.lookups.get(key)
+    if found is None:
+        found = int(table.rank[adapter, layer, module]), float(table.scaling[adapter, layer, module])
+        table.lookups[key] = found
+    return found
 
 
 def shrink(
@@ -57,7 +69,7 @@ def shrink(
         x_tokens = x[tokens].float()
         for j, (adapter, _) in enumerate(mix):
             for m, module in enumerate(modules):
-                rank = int(table.rank[adapter, layer, module])
+                rank, _ = _rank_and_scaling(table, adapter, layer, module)
                 if rank == 0:
                     continue
                 if (adapter, m) not in rows:
@@ -77,14 +89,13 @@ def expand(
             offset, width = output_offsets[m], output_widths[m]
             total: torch.Tensor | None = None
             for j, (adapter, weight) in enumerate(mix):
-                rank = int(table.rank[adapter, layer, module])
+                rank, scaling = _rank_and_scaling(table, adapter, layer, module)
                 if rank == 0:
                     continue
                 if (adapter, m) not in rows:
                     skip = rank * -(-d_in // pool.width)
                     rows[adapter, m] = gather_rows(table, pool, adapter, layer, module, skip, rank, width).float()
-                factor = table.scaling[adapter, layer, module] * weight
-                part = (z[tokens, j, m, :rank] * factor) @ rows[adapter, m]
+                part = (z[tokens, j, m, :rank] * (scaling * weight)) @ rows[adapter, m]
                 total = part if total is None else total + part
             if total is not None:
                 output = y[:, offset : offset + width]

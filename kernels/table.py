@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from typing import Any
 
 import torch
 
@@ -114,6 +115,9 @@ class AdapterTable:
         self._host[0].fill_(-1)
         self.slots = torch.zeros(slot_capacity, dtype=torch.int32, device=self.device)
 
+        self.lookups: dict[tuple[object, ...], Any] = {}
+        """What the plain-torch path has read from the device tensors; emptied when they change."""
+
         self._allocator = RunAllocator(slot_capacity)
         self._runs: dict[int, tuple[int, int]] = {}  # adapter index -> (first, count) as it shall be
         self._device_runs: dict[int, tuple[int, int]] = {}  # ... as `slots` on the device has it
@@ -205,6 +209,8 @@ class AdapterTable:
 
         Ordered on the current stream; does not wait for the device.
         """
+        if self._dirty:
+            self.lookups.clear()
         self._move_slots()
         for index, slots in self._pending_slots.items():
             first, count = self._device_runs[index] = self._runs[index]

@@ -74,3 +74,20 @@ def test_a_token_hardly_depends_on_the_batch():
     run(world, x, together, world.batch([10, 20], [[(0, 1.0)], mix]), "gate_up", 1)
     run(world, x[17:18], alone, world.batch([1], [mix]), "gate_up", 1)
     torch.testing.assert_close(together[17:18], alone, rtol=1e-6, atol=1e-6)
+
+
+def test_sees_an_adapter_that_moved():
+    """What is remembered of the table is forgotten at the next flush: an index that now holds another adapter."""
+    world = make_world(WIDTHS, ADAPTERS[:2])
+    pairs = world.batch([4], [[(1, 1.0)]])
+    x, base = world.random(4, 48, seed=1), world.random(4, 40, seed=2)
+    y = base.clone()
+    run(world, x, y, pairs, "o", 1)
+    table = world.table
+    first, count = int(table.first_slot[0]), int(table.slot_count[0])
+    slots = table.slots[first : first + count].clone()
+    table.write(1, slots, table.row_start[0].clone(), table.rank[0].clone(), table.scaling[0].clone())
+    table.flush()
+    y = base.clone()
+    run(world, x, y, pairs, "o", 1)
+    assert_rounded_once(y, base.double() + world.dense(x, [(0, 1.0)], 1, OUT), scale=10)
