@@ -150,7 +150,9 @@ TARGETS = st.one_of(
         max_size=4,
         unique=True,
     ),
-    st.sampled_from([r".*\.q_proj", r"model\.layers\.[01]\..*", r".*(up|down)_proj", "q_proj", "l.*", r".*\.1\..*"]),
+    st.sampled_from(
+        [r".*\.q_proj", r"model\.layers\.[01]\..*", r".*(up|down)_proj", "q_proj", "l.*", "model", r".*\.1\..*"]
+    ),
 )
 PATTERNS = st.dictionaries(
     st.sampled_from([*MODULE_PATHS, *PATHS[::5], "q_proj|v_proj", r"layers\.1\..*", "^model.*", ".*proj", "_proj"]),
