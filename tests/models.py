@@ -71,6 +71,7 @@ class Oracle:
         for name, path in names:
             self.model.load_adapter(path, adapter_name=name)
         self.model.eval()
+        self.plain = next(name for name, config in self.model.peft_config.items() if _is_plain(config))
         self._mixes: set[str] = set()
 
     def generate(self, tokens: list[int], num_new: int, mix: Mapping[str, float] | None = None) -> list[int]:
@@ -96,7 +97,11 @@ class Oracle:
         # PEFT refuses dots in names.
         name = "mix_" + "_".join(f"{key}_{value!r}".replace(".", "p").replace("-", "m") for key, value in mix.items())
         if name not in self._mixes:
-            self.model.add_weighted_adapter(list(mix), list(mix.values()), name, combination_type="cat")
+            # PEFT lays a mix out by its first member's config (its layers, its rsLoRA scaling), so a plain adapter comes
+            # first, with weight zero if it is not a member.
+            order = [self.plain, *(key for key in mix if key != self.plain)]
+            weights = [mix.get(key, 0.0) for key in order]
+            self.model.add_weighted_adapter(order, weights, name, combination_type="cat")
             self._mixes.add(name)
         return name
 
@@ -112,3 +117,7 @@ class Oracle:
             logprobs.append(float(distribution[token]))
             ids = torch.tensor([[token]])
         return new, logprobs
+
+
+def _is_plain(config: LoraConfig) -> bool:
+    return not (config.use_rslora or config.layers_to_transform or config.rank_pattern or config.alpha_pattern)

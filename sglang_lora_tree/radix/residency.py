@@ -116,6 +116,7 @@ class Residency:
         self._pins: dict[str, Callable[[], None]] = {}
         self._passes_waited: dict[str, int] = {}
         self._first_look: dict[str, float] = {}
+        self._places: dict[str, int] = {}
         self._blocker: str | None = None
         self._planes: list[torch.Tensor] | None = None
         cache.on_reset = self._forget_everything
@@ -227,6 +228,7 @@ class Residency:
         """Start a pass over the queue, given its request ids in order."""
         order = list(waiting)
         present = set(order)
+        self._places = {request_id: place for place, request_id in enumerate(order)}
         for request_id in [request_id for request_id in self._holds if request_id not in present]:
             self._holds.pop(request_id).release()
         self._passes_waited = {name: count for name, count in self._passes_waited.items() if name in present}
@@ -261,22 +263,25 @@ class Residency:
                     f"pinned adapters ({self.pinned_slots()} slots): unpin some or send smaller mixes"
                 )
                 return Verdict.FAILED
-            self._bring(request_id, demand, absent, room)
+            self._bring(request_id, demand, absent, room, alone)
             return Verdict.FAILED if self.failure_of(demand) is not None else Verdict.WAIT
         nodes = [self.core.lora_nodes[member] for member in demand.members]
         if not all(self.cache.is_loaded(node) for node in nodes):
             return Verdict.WAIT
         if demand.is_mix and not self._ensure_mix(demand, nodes):
-            self._note_no_room(request_id)
+            self._note_no_room(request_id, alone)
             return Verdict.WAIT
+        return Verdict.READY
+
+    def note_rejected(self, request_id: str, alone: bool) -> None:
+        """A request that was READY found no room for its tokens."""
+        self._note_no_room(request_id, alone)
+
+    def note_admitted(self, request_id: str, demand: Demand | None) -> None:
+        """A request runs: count the visit of its node and of its adapters."""
         if request_id in self._holds:
             self.counters.cold_starts += 1
             self.counters.cold_start_seconds += time.monotonic() - self._first_look[request_id]
-        self._passes_waited.pop(request_id, None)
-        return Verdict.READY
-
-    def note_admitted(self, demand: Demand | None) -> None:
-        """A request runs: count the visit of its node and of its adapters."""
         for identity in () if demand is None else {demand.identity, *demand.members}:
             lora_node = self.core.lora_nodes.get(identity)
             if lora_node is not None:
@@ -292,9 +297,14 @@ class Residency:
         if not batch_formed:
             self.cache.submit_loads()
 
-    def release_holds(self, keep: str | None = None) -> bool:
-        """Take back what waiting requests hold (all but one's); True if there was anything."""
-        names = [name for name, hold in self._holds.items() if name != keep and (hold.device or hold.host)]
+    def release_holds(self, younger_than: str | None = None) -> bool:
+        """Take back what waiting requests hold: all of them, or those behind one in the queue. True if there was any."""
+        place = self._places.get(younger_than, -1) if younger_than is not None else -1
+        names = [
+            name
+            for name, hold in self._holds.items()
+            if self._places.get(name, 0) > place and (hold.device or hold.host)
+        ]
         for name in names:
             self._holds.pop(name).release()
         return bool(names)
@@ -308,13 +318,13 @@ class Residency:
             return True
         return demand is not None and not all(self.core.is_resident(member) for member in demand.members)
 
-    def _bring(self, request_id: str, demand: Demand, absent: list[str], room: int) -> None:
+    def _bring(self, request_id: str, demand: Demand, absent: list[str], room: int, alone: bool) -> None:
         hold = self._holds.setdefault(request_id, _Hold())
         for member in demand.members:
             lora_node = self.core.lora_nodes.get(member)
             if lora_node is None:
                 if member not in self._reading and not self._start_reading(member):
-                    self._note_no_room(request_id)
+                    self._note_no_room(request_id, alone)
             elif lora_node.is_resident:
                 if member not in hold.device:
                     hold.device[member] = self.cache.hold(lora_node)
@@ -325,21 +335,22 @@ class Residency:
             return
         needed = sum(self._layouts[member].num_slots for member in absent)
         if needed > room or not self._ensure_indices(len(on_host)):
-            self._note_no_room(request_id)
+            self._note_no_room(request_id, alone)
             return
         for member in on_host:
             lora_node = self.core.lora_nodes[member]
             if not self.cache.start_swap_in(lora_node):
-                self._note_no_room(request_id)
+                self._note_no_room(request_id, alone)
                 return
             self.counters.swap_ins += 1
             self.counters.swap_in_slots += self._layouts[member].num_slots
             hold.device[member] = self.cache.hold(lora_node)
 
-    def _note_no_room(self, request_id: str) -> None:
+    def _note_no_room(self, request_id: str, alone: bool) -> None:
         self._passes_waited[request_id] = self._passes_waited.get(request_id, 0) + 1
-        if self._blocker == request_id:
-            self.release_holds(keep=request_id)
+        if alone or self._blocker == request_id:
+            # Nothing runs that would make room by finishing: what younger requests hold is all there is.
+            self.release_holds(younger_than=request_id)
 
     def _start_reading(self, identity: str) -> bool:
         stored = self.store.get(identity)

@@ -43,6 +43,8 @@ class SchedulerState:
         """SGLang's PrefillAdder of the pass under way."""
         self.failed: list[tuple[Req, str]] = []
         """Requests of the pass under way that can not be served."""
+        self.ready: list[Req] = []
+        """Requests of the pass under way whose adapters are there."""
 
     @property
     def residency(self) -> Residency | None:
@@ -156,14 +158,19 @@ def run_pass(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     residency = STATE.residency
     if residency is None:
         return original(scheduler, *args, **kwargs)
-    STATE.failed = []
+    STATE.failed, STATE.ready = [], []
     residency.begin_pass(req.rid for req in scheduler.waiting_queue)
     result = original(scheduler, *args, **kwargs)
     batch = result[0]
-    residency.end_pass(batch_formed=batch is not None)
-    for req in batch.reqs if batch is not None else ():
+    admitted = batch.reqs if batch is not None else []
+    for req in admitted:
         weighted = demand_of(req)
-        residency.note_admitted(None if weighted is None else weighted.demand)
+        residency.note_admitted(req.rid, None if weighted is None else weighted.demand)
+    alone = batch is None and scheduler.running_batch.is_empty()
+    for req in STATE.ready:
+        if req not in admitted:
+            residency.note_rejected(req.rid, alone)
+    residency.end_pass(batch_formed=batch is not None)
     _abort_failed(scheduler)
     STATE.adder = None
     if current_settings().verify_invariants:  # type: ignore[union-attr]
@@ -190,6 +197,8 @@ def can_schedule(original: Callable[..., bool], scheduler: Any, req: Req, runnin
     if verdict is Verdict.FAILED:
         assert demand is not None
         STATE.failed.append((req, str(residency.failure_of(demand))))
+    elif verdict is Verdict.READY:
+        STATE.ready.append(req)
     return verdict is Verdict.READY
 
 
