@@ -1,8 +1,10 @@
 """sglang.lang with adapters: each call's request, and no other, carries its adapters, whatever thread it runs on."""
 
 import json
+import runpy
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import sglang
@@ -26,7 +28,12 @@ def server():
             bodies.append(body)
             said = json.dumps(body.get("lora"))
             logprobs = [[-1.0, 1, "a"], [-1.0, 2, "b"], [-1.0, 3, "c"]]
-            meta = {"prompt_tokens": 3, "input_token_logprobs": logprobs, "output_token_logprobs": logprobs}
+            meta = {
+                "prompt_tokens": 3,
+                "cached_tokens": 1,
+                "input_token_logprobs": logprobs,
+                "output_token_logprobs": logprobs,
+            }
             answers = [
                 {"text": said, "meta_info": meta}
                 for _ in range(len(body["text"]) if isinstance(body.get("text"), list) else 1)
@@ -98,6 +105,13 @@ def test_batches(server):
     states = agent.run_batch([{"adapters": mix} for mix in mixes], backend=server, num_threads=8)
     assert [json.loads(state["answer"]) for state in states] == mixes
     assert all(state["plan"] == state["after"] == "null" for state in states)
+
+
+def test_the_example_agent(server, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["agent.py", "--url", server.base_url])
+    runpy.run_path(str(Path(__file__).parents[1] / "examples" / "agent.py"), run_name="__main__")
+    turns = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert turns[:4] == ["base", "json", "math", "{'math': 0.7, 'json': 0.3}"] and len(turns) == 11
 
 
 @pytest.mark.parametrize("choose", [select, gen])

@@ -9,7 +9,7 @@ choice between them would be a guess.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,8 @@ class Naming:
 
     adapters: Collection[str]
     """Every registered adapter, also those that were evicted from memory."""
-    base: Collection[str]
-    """The names of the base model."""
+    base: Sequence[str]
+    """The names of the base model, first the one that it is served under."""
     max_members: int
 
     def parse(self, value: Any) -> Mix | None:
@@ -52,9 +52,8 @@ class Naming:
         try:
             return self.parse(model)
         except MixError as error:
-            base_names = ", ".join(sorted(filter(None, self.base)))
             raise UnknownModelError(
-                f"The model {model!r} does not exist: it is neither the base model ({base_names}), "
+                f"The model {model!r} does not exist: it is neither the base model ({self.base[0]}), "
                 f"nor an adapter or a mix of adapters ({error})"
             ) from None
 

@@ -2,10 +2,15 @@
 
 import asyncio
 import json
+import re
+import runpy
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
+from openai import AsyncOpenAI
 
 from sglang_lora_tree.composite import http_hooks
 
@@ -260,6 +265,40 @@ def test_models_are_listed_and_answered_for(server):
     assert server("/v1/models/llama:math:0.5,json:0.25", method="GET").json["root"] == '{"json":0.25,"math":0.5}'
     missing = server("/v1/models/maht", method="GET")
     assert (missing.status, missing.json["error"]["code"]) == (404, "model_not_found")
+
+
+def test_requests_at_the_same_time_keep_their_own_mixes(server, tokenizer_manager):
+    from sglang.srt.entrypoints.http_server import app
+
+    async def ask(client, path, weight):
+        stream = weight % 2 == 1 and not path.startswith(
+            "/api"
+        )  # Ollama's last chunk, our stub's only one, has no text
+        body = {**BODIES[path], "stream": stream, "lora": {"math": weight} if weight else None}
+        text = (await client.post(path, json=body)).text
+        said = f"math={weight}" if weight else "base"
+        return None if re.search(rf"\b{said}\b", text) else (path, weight, text)
+
+    async def ask_all():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as client:
+            return await asyncio.gather(*(ask(client, path, weight) for path in BODIES for weight in range(20)))
+
+    assert list(filter(None, asyncio.run(ask_all()))) == []
+
+
+def test_openais_client(server, monkeypatch, capsys):
+    """The example, with its client connected to the app."""
+    from sglang.srt.entrypoints.http_server import app
+
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "async_client.py"))
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app))
+    connect = partial(AsyncOpenAI, base_url="http://server/v1", api_key="none", http_client=client)
+    monkeypatch.setitem(example["main"].__globals__, "AsyncOpenAI", lambda **_: connect())
+    monkeypatch.setattr("sys.argv", ["async_client.py"])
+    asyncio.run(example["main"]())
+    answers = capsys.readouterr().out
+    assert answers.count("math=0.7/json=0.3") + answers.count("json=0.3/math=0.7") == 2
+    assert "404" in answers and "400" in answers and "math-typo" in answers
 
 
 def test_one_request_does_not_leak_its_mix_into_the_next(server):
