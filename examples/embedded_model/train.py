@@ -45,7 +45,7 @@ class Phase:
     max_turns: int
 
 
-BASE_PHASES = (Phase(1400, 256, 10, 3), Phase(200, 1024, 4, 20))
+BASE_PHASES = (Phase(580, 256, 10, 3), Phase(30, 1024, 4, 20))
 ADAPTER_STEPS, ADAPTER_LENGTH, ADAPTER_BATCH, ADAPTER_TURNS = 220, 256, 8, 3
 # Different ranks, target modules and options on purpose: the tests and the demo serve them side by side.
 ADAPTER_SETTINGS: dict[str, dict[str, Any]] = {
