@@ -11,7 +11,7 @@ from sglang_lora_tree.composite.request_body import (
     take_mixes,
 )
 
-NAMING = Naming({"math": 0, "json": 0, "org:math": 0}, ("llama", "path/to/llama", "default"), 8)
+NAMING = Naming({"math": 0, "json": 0, "org:math": 0, "llama:v2": 0}, ("llama", "path/to/llama", "default"), 8)
 MIX = '{"json":0.3,"math":0.7}'
 
 
@@ -61,6 +61,7 @@ def test_every_field_says_it_and_is_taken_out(fields):
         ("llama:org:math", '{"org:math":1}'),
         ("llama:org:math:0.5", '{"org:math":0.5}'),
         ("math:0.5", '{"math":0.5}'),
+        ("llama:v2", '{"llama:v2":1}'),
     ],
 )
 def test_what_a_model_asks_for(model, says):
