@@ -39,8 +39,8 @@ class Settings:
     """RAM that HiCache leaves free, in GB; None: SGLang's 10 GB on a GPU machine, 2 GB on the CPU platform."""
     verify_invariants: bool = False
     """Check every invariant of the tree at every scheduling pass (slow; for tests)."""
-    delay_loads_s: float = 0.0
-    """Hold every adapter load back by this many seconds with its rows poisoned (for tests)."""
+    delay_loads: int = 0
+    """Hold every copy of an adapter to the GPU back by this many loop steps, its rows full of NaN until then (for tests)."""
 
     def __post_init__(self) -> None:
         for field, least in (
@@ -49,14 +49,14 @@ class Settings:
             ("max_resident_adapters", 1),
             ("patience_passes", 1),
             ("disk_readers", 1),
+            ("delay_loads", 0),
         ):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"--lora-tree: {field} = {value!r}: give a whole number of at least {least}")
-        for field in ("host_reserve_gb", "delay_loads_s"):
-            value = getattr(self, field)
-            if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0):
-                raise ValueError(f"--lora-tree: {field} = {value!r}: give a number that is not negative")
+        reserve = self.host_reserve_gb
+        if reserve is not None and (not isinstance(reserve, (int, float)) or isinstance(reserve, bool) or reserve < 0):
+            raise ValueError(f"--lora-tree: host_reserve_gb = {reserve!r}: give a number that is not negative")
 
     def to_json(self) -> str:
         """The settings as JSON text, as :func:`parse_settings` reads them."""

@@ -1,7 +1,7 @@
 """What ``--lora-tree`` serves: an allow-list of SGLang's settings, each with the reason why nothing else is.
 
 A setting that is not named here does not touch the tree, the pool, the request path or the LoRA layers. What these settings
-lead to (the pool that SGLang builds) is checked again in the scheduler process (``radix.cache_hooks.check_pool``).
+lead to (the pool that SGLang builds) is checked again in the scheduler process (``radix.cache_hooks.check_kv_pool``).
 """
 
 from __future__ import annotations

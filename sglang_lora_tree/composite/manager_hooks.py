@@ -28,7 +28,7 @@ from sglang_lora_tree.composite.demand import DemandResolver
 from sglang_lora_tree.config import Settings, current_settings
 from sglang_lora_tree.kernels.pool import PoolView
 from sglang_lora_tree.kernels.table import AdapterTable
-from sglang_lora_tree.radix.cache_hooks import LoraTreeCache
+from sglang_lora_tree.radix.cache_hooks import LoraTreeCache, check_kv_pool
 from sglang_lora_tree.radix.layout import Outline, Packer, Shard
 from sglang_lora_tree.radix.residency import Residency
 from sglang_lora_tree.radix.store import AdapterStore, Registration
@@ -61,6 +61,7 @@ class TreeLoRAManager(LoRAManager):
         self.store = AdapterStore(settings.spool_dir)
         self.resolver = DemandResolver(self.store)
         self.residency: Residency | None = None
+        self.model_runner: Any = None  # set by build_manager
         self.memory_pool = None  # what SGLang's metrics take for "no LoRA buffers"
         self.target_modules = set(FUSED_MODULES)
         self.max_lora_rank = settings.max_rank
@@ -87,24 +88,35 @@ class TreeLoRAManager(LoRAManager):
             raise RuntimeError(f"--lora-paths {name}={path}: {error}") from error
         self._add(Registration(ref.lora_id, name, find_folder(path), bool(ref.pinned)), self._outline(adapter))
 
+    def attach_pool(self) -> AdapterTable:
+        """Give the backend the KV pool and the table. SGLang captures decode graphs before it builds the tree, so this comes
+        with the first forward pass, and the tree finds it done."""
+        if self.lora_backend.table is None:
+            kv_pool = self.model_runner.token_to_kv_pool
+            check_kv_pool(kv_pool)
+            num_slots = self.model_runner.token_to_kv_pool_allocator.size
+            table = AdapterTable(
+                capacity=min(self.settings.max_resident_adapters, num_slots),
+                slot_capacity=num_slots,
+                num_layers=self.base.num_layers,
+                max_rank=self.settings.max_rank,
+                device=self.device,
+            )
+            pool = PoolView.from_kv(kv_pool.k_buffer, kv_pool.v_buffer)
+            self.lora_backend.attach(pool, table, self.settings.max_members)
+        assert self.lora_backend.table is not None
+        return self.lora_backend.table
+
     def attach_cache(self, cache: LoraTreeCache) -> None:
-        """SGLang has built the pools and the tree: plan every adapter, and give the backend what kernels read.
+        """SGLang has built the pools and the tree: plan every adapter.
 
         Raises:
             ValueError: an adapter of ``--lora-paths`` could never fit.
         """
-        pool = PoolView.from_kv(cache.pool.k_buffer, cache.pool.v_buffer)
-        table = AdapterTable(
-            capacity=min(self.settings.max_resident_adapters, cache.num_pool_slots),
-            slot_capacity=cache.num_pool_slots,
-            num_layers=self.base.num_layers,
-            max_rank=self.settings.max_rank,
-            device=self.device,
-        )
+        table = self.attach_pool()
         shard = Shard(get_parallel().attn_tp_rank, self.attn_tp_size, self.base.num_kv_heads)
         packer = Packer(self.base, cache.pool_shape, shard)
         self.residency = Residency(cache, self.store, packer, table, self.settings)
-        self.lora_backend.attach(pool, table, self.settings.max_members)
         for stored in self.store:
             self.residency.check_fits(stored.outline, stored.name)
             self.residency.note_registered(stored)
@@ -202,6 +214,7 @@ class TreeLoRAManager(LoRAManager):
             seg_lens = list(forward_batch.extend_seq_lens_cpu or ())
         else:
             seg_lens = [1] * forward_batch.batch_size
+        self.attach_pool()
         members = [self._members(lora_id) for lora_id in forward_batch.lora_ids[: len(seg_lens)]]
         members += [()] * (len(seg_lens) - len(members))
         self.lora_backend.prepare(seg_lens, members, self._use_cuda_graph_batch(forward_batch))
@@ -244,6 +257,7 @@ def build_manager(original: Callable[..., None], model_runner: Any) -> None:
         original(model_runner)
     finally:
         module.LoRAManager = stock
+    model_runner.lora_manager.model_runner = model_runner
 
 
 HOOKS: list[tuple[str, Any, HookType]] = [

@@ -40,6 +40,10 @@ class LoraTreeCache(UnifiedRadixCache):
     def __init__(self, params: Any) -> None:
         self.on_reset: Callable[[], None] = lambda: None
         self.on_shortage: Callable[[], bool] = lambda: False
+        self.delay_loads = 0
+        self._delayed: list[tuple[int, Any]] = []
+        self.load_seconds = 0.0
+        self.load_bytes = 0
         super().__init__(params)
 
     def init_hicache(self, server_args: Any, params: Any) -> None:
@@ -130,7 +134,34 @@ class LoraTreeCache(UnifiedRadixCache):
     def start_swap_in(self, lora_node: LoraNode) -> bool:
         """Queue the copy of an adapter from host to GPU; False if there is no room even after eviction."""
         assert not lora_node.is_resident, f"{lora_node.identity} is on the GPU already"
-        return self.load_back(lora_node.node.id)
+        if not self.load_back(lora_node.node.id):
+            return False
+        if self.delay_loads:
+            self._delay_last_load(lora_node)
+        return True
+
+    def _delay_last_load(self, lora_node: LoraNode) -> None:
+        """For tests: keep the copy just queued back, and let whoever reads the rows too early read NaN."""
+        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
+            buffer[lora_node.device_slots] = torch.nan
+        self._delayed.append((self.delay_loads, self.cache_controller.load_queue.pop()))
+
+    def advance_delayed_loads(self) -> None:
+        """One loop step has passed for the loads that are kept back."""
+        self._delayed = [(steps - 1, load) for steps, load in self._delayed]
+        while self._delayed and self._delayed[0][0] <= 0 and self.has_load_slot():
+            self.cache_controller.load_queue.append(self._delayed.pop(0)[1])
+            self.submit_loads()
+
+    def loading_check(self, finish_count: int | None = None) -> None:
+        """Count what finished loads moved, and how long that took where the device keeps time."""
+        queue = self.cache_controller.ack_load_queue
+        before = list(queue)
+        super().loading_check(finish_count)
+        for ack in before[: len(before) - len(queue)]:
+            self.load_bytes += ack.num_bytes
+            if ack.timing_enabled:
+                self.load_seconds += ack.start_event.elapsed_time(ack.finish_event) / 1e3
 
     def submit_loads(self) -> None:
         """Start the queued copies although no batch was formed to wait for them."""
@@ -158,17 +189,13 @@ class LoraTreeCache(UnifiedRadixCache):
         return values
 
 
-def check_pool(params: Any) -> None:
-    """Refuse every pool but the one that adapters are known to fit: an allow-list.
+def check_kv_pool(pool: Any) -> None:
+    """Refuse every KV pool but the one that adapters are known to fit: an allow-list.
 
     Raises:
         ValueError: naming what the pool is, what is served and what to change.
     """
-    allocator = params.token_to_kv_pool_allocator
-    pool = allocator.get_kvcache()
     refusals = []
-    if type(allocator) not in (TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator):
-        refusals.append(f"the allocator is a {type(allocator).__name__}")
     if type(pool) is not MHATokenToKVPool:
         refusals.append(
             f"the KV pool is a {type(pool).__name__} (a plain MHATokenToKVPool is served: no MLA, sliding-window, hybrid, "
@@ -190,13 +217,24 @@ def check_pool(params: Any) -> None:
                     "order are served (unset SGLANG_USE_HND_KVCACHE)"
                 )
                 break
+    _raise_refusals(refusals)
+
+
+def check_allocator(allocator: Any) -> None:
+    """Refuse every allocator of slots but SGLang's two plain ones; ValueError names it."""
+    if type(allocator) not in (TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator):
+        _raise_refusals([f"the allocator is a {type(allocator).__name__}"])
+
+
+def _raise_refusals(refusals: list[str]) -> None:
     if refusals:
         raise ValueError("--lora-tree cannot serve this exactly: " + "; ".join(refusals))
 
 
 def build_cache(ctx: Any) -> LoraTreeCache:
     """The factory that ``--radix-cache-backend lora_tree`` names (seam: ``mem_cache.registry``)."""
-    check_pool(ctx.params)
+    check_allocator(ctx.params.token_to_kv_pool_allocator)
+    check_kv_pool(ctx.params.token_to_kv_pool_allocator.get_kvcache())
     ctx.params.tree_core_backend = TREE_CORE_NAME
     ctx.params.component_registry_override = {
         **(ctx.params.component_registry_override or {}),

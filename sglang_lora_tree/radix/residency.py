@@ -119,6 +119,7 @@ class Residency:
         self._places: dict[str, int] = {}
         self._blocker: str | None = None
         self._planes: list[torch.Tensor] | None = None
+        cache.delay_loads = settings.delay_loads
         cache.on_reset = self._forget_everything
         cache.on_shortage = self.release_holds
         self.core.listener.on_resident = self._on_resident
@@ -213,6 +214,7 @@ class Residency:
     def poll(self) -> None:
         """Once per loop step, before a pass: take in what threads have read, and move pinned adapters along."""
         self.reader.poll()
+        self.cache.advance_delayed_loads()
         for stored in list(self.store):
             if stored.is_pinned and stored.identity not in self._pins:
                 self._advance_pin(stored.identity)
