@@ -48,6 +48,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_lora_tree.composite.mix import MixError
 from sglang_lora_tree.composite.request_body import Naming, UnknownModelError, take_mixes
 from sglang_lora_tree.composite.request_hooks import PROMPT_FIELDS, SCOPE_KEY, naming_of
+from sglang_lora_tree.config import current_settings
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ async def read_mixes(original: Callable[..., Awaitable[Any]], request: Any) -> A
     """
     body = await original(request)
     endpoint = ENDPOINTS.get(getattr(request.scope.get("endpoint"), "__name__", ""))
-    if endpoint is None or not isinstance(body, dict) or SCOPE_KEY in request.scope:
+    if current_settings() is None or endpoint is None or not isinstance(body, dict) or SCOPE_KEY in request.scope:
         return body  # json() hands out the same body again, by then without the fields
     from sglang.srt.entrypoints.http_server import get_global_state
 
@@ -142,6 +143,8 @@ def _refuse(error: MixError, shape: str) -> HTTPException:
 
 def prepare_app(*_: Any, **__: Any) -> None:
     """BEFORE ``http_server._setup_and_run_http_server``: teach the app our errors and GET /v1/models/{model}."""
+    if current_settings() is None:
+        return
     from sglang.srt.entrypoints import http_server
 
     app: FastAPI = http_server.app
@@ -183,6 +186,8 @@ async def retrieve_model_or_adapter(model: str) -> Any:
 
 def accept_model(original: Callable[..., Any], serving: Any, model: str | None) -> Any:
     """AROUND ``OpenAIServingResponses._validate_model``, which knows neither evicted adapters nor mixes alone."""
+    if current_settings() is None:
+        return original(serving, model)
     try:
         if model is not None:
             naming_of(serving.tokenizer_manager).parse_model(model)

@@ -10,6 +10,8 @@ The request object keeps a string, ``lora_path`` = the canonical text of its mix
 
 A request that fails, is aborted or loses its client before, between or after these steps gives back every member it
 acquired: SGLang releases ``lora_id`` exactly once on every such path, and the hook on ``release`` takes it apart.
+
+Hooks are set before SGLang reads its arguments; without ``--lora-tree`` each of them does what it replaces.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_lora_tree.composite.lora_id import decode_lora_id, encode_lora_id
-from sglang_lora_tree.composite.mix import DEFAULT_MAX_MEMBERS
 from sglang_lora_tree.composite.request_body import Naming, canonical_mixes, count_prompts
 from sglang_lora_tree.config import current_settings
 
@@ -40,11 +41,12 @@ _ACQUIRE_ATTEMPTS = 3
 def naming_of(tokenizer_manager: Any) -> Naming:
     """The names in force: every adapter ever loaded, as those evicted by max_loaded_loras are loaded again on use."""
     settings = current_settings()
+    assert settings is not None, "the hooks stand aside without --lora-tree"
     adapters = tokenizer_manager.lora_ref_cache
     served = tokenizer_manager.served_model_name
     # An adapter that is called like one of the base model's other names is that adapter.
     others = (name for name in (tokenizer_manager.model_path, DEFAULT_MODEL, "") if name not in adapters)
-    return Naming(adapters, (served, *others), settings.max_members if settings else DEFAULT_MAX_MEMBERS)
+    return Naming(adapters, (served, *others), settings.max_members)
 
 
 def settle_lora_path(tokenizer_manager: Any, obj: Any, request: Any = None) -> None:
@@ -53,6 +55,8 @@ def settle_lora_path(tokenizer_manager: Any, obj: Any, request: Any = None) -> N
     Raises:
         MixError: ``lora_path`` is malformed or does not fit the batch.
     """
+    if current_settings() is None:
+        return
     scope = getattr(request, "scope", {})
     if SCOPE_KEY in scope:
         obj.lora_path = scope[SCOPE_KEY]
@@ -68,6 +72,8 @@ async def acquire_members(original: Callable[..., Coroutine[Any, Any, None]], to
     ``max_loaded_loras`` (on adapters, which is what the setting counts), and looks all of them up before it counts
     any, so a failure leaves nothing held.
     """
+    if current_settings() is None:
+        return await original(tokenizer_manager, obj)
     batched = isinstance(obj.lora_path, list)
     naming = naming_of(tokenizer_manager)
     mixes = [naming.parse(text) for text in (obj.lora_path if batched else [obj.lora_path])]
@@ -124,6 +130,8 @@ async def release_members(
 ) -> None:
     """AROUND ``LoRARegistry.release``: release every member of every mix. None, from a request that failed before it
     acquired anything, releases nothing."""
+    if current_settings() is None:
+        return await original(registry, lora_id)
     lora_ids = lora_id if isinstance(lora_id, list) else [lora_id]
     members = [member for one in lora_ids if one for member, _ in decode_lora_id(one)]
     if members:

@@ -153,7 +153,9 @@ def tokenizer_manager(monkeypatch, tokenizer_manager_class):
     from sglang.srt.runtime_context import get_context
 
     from sglang_lora_tree.composite import request_hooks
+    from sglang_lora_tree.config import ENVIRONMENT_VARIABLE
 
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "1")
     apply_hooks(monkeypatch, request_hooks.HOOKS)
     with get_context().override_server_args(max_loaded_loras=MAX_LOADED, enable_lora=True):
         yield tokenizer_manager_class()

@@ -301,6 +301,14 @@ def test_openais_client(server, monkeypatch, capsys):
     assert "404" in answers and "400" in answers and "math-typo" in answers
 
 
+def test_without_the_flag_sglang_is_as_it_was(server, monkeypatch):
+    monkeypatch.delenv("SGLANG_LORA_TREE")
+    assert server("/v1/completions", {"prompt": "x", "model": "maht", "lora": BOTH}).mixes == [{}]
+    assert server("/v1/completions", {"prompt": "x", "model": "llama:math"}).mixes == [{"math": 1}]
+    assert server("/v1/responses", {**BODIES["/v1/responses"], "model": "maht"}).status == 404
+    assert server("/generate", {"text": "x", "lora_path": "json"}).mixes == [{"json": 1}]
+
+
 def test_one_request_does_not_leak_its_mix_into_the_next(server):
     assert server("/generate", {"text": "x", "lora": BOTH}).mixes == [BOTH]
     assert server("/generate", {"text": "x"}).mixes == [{}]

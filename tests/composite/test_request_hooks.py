@@ -96,6 +96,12 @@ def test_what_cannot_be_read_is_refused_before_anything_is_acquired(tokenizer_ma
     assert tokenizer_manager.sent == []
 
 
+def test_the_setting_limits_the_members_of_a_mix(tokenizer_manager, monkeypatch):
+    monkeypatch.setenv("SGLANG_LORA_TREE", '{"max_members": 2}')
+    with pytest.raises(MixError, match="3 adapters, but at most 2 can be mixed"):
+        run(tokenizer_manager, lora_path={"math": 1, "json": 1, "org:math": 1})
+
+
 def test_more_members_than_may_be_loaded_at_once(tokenizer_manager):
     with pytest.raises(ValueError, match="4 unique loras requested but max loaded loras is 3"):
         run(tokenizer_manager, lora_path={"math": 1, "json": 1, "org:math": 1, "old": 1})
@@ -183,6 +189,14 @@ def test_unload_waits_for_every_mix_that_holds_the_adapter(tokenizer_manager):
         await asyncio.wait_for(unloading, 1)
 
     asyncio.run(body())
+
+
+def test_without_the_flag_sglang_is_as_it_was(tokenizer_manager, monkeypatch):
+    monkeypatch.delenv("SGLANG_LORA_TREE")
+    assert run(tokenizer_manager, lora_path="math") == ("math=1", IDLE)
+    assert run(tokenizer_manager, text=["p", "q"], lora_path=["math", None]) == (["math=1", "base"], IDLE)
+    with pytest.raises(ValueError, match=r"never been loaded: math:0\.5"):
+        run(tokenizer_manager, lora_path="math:0.5")
 
 
 def test_hooks_applied_twice_change_nothing(tokenizer_manager, monkeypatch):
