@@ -24,11 +24,12 @@ def all_hooks() -> list[Hook]:
 
     from sglang_lora_tree import arguments_hooks
     from sglang_lora_tree.composite import http_hooks, manager_hooks, request_hooks
+    from sglang_lora_tree.observability import http_hooks as tree_http_hooks
     from sglang_lora_tree.observability import state_hooks
     from sglang_lora_tree.scheduling import scheduler_hooks
 
     own: list[Hook] = [("sglang.srt.managers.scheduler.Scheduler.__init__", check_scheduler, HookType.AFTER)]
-    rooms = (arguments_hooks, request_hooks, http_hooks, manager_hooks, scheduler_hooks, state_hooks)
+    rooms = (arguments_hooks, request_hooks, http_hooks, manager_hooks, scheduler_hooks, state_hooks, tree_http_hooks)
     return own + [hook for room in rooms for hook in room.HOOKS]
 
 

@@ -31,6 +31,7 @@ class DemandResolver:
     def __init__(self, store: AdapterStore) -> None:
         self._store = store
         self._known: dict[str, WeightedDemand | None] = {}
+        self._weights: dict[str, tuple[float, ...]] = {}
 
     def resolve(self, lora_id: str | None) -> WeightedDemand | None:
         """What a request needs; None for the base model, also for a mix whose weights cancel.
@@ -43,12 +44,19 @@ class DemandResolver:
         if lora_id not in self._known:
             if len(self._known) >= self._CAPACITY:
                 self._known.clear()
-            self._known[lora_id] = self._resolve(lora_id)
+                self._weights.clear()
+            weighted = self._known[lora_id] = self._resolve(lora_id)
+            if weighted is not None:
+                self._weights[weighted.demand.identity] = weighted.weights
         return self._known[lora_id]
 
     def forget(self, lora_id: str) -> None:
         """An adapter was unloaded: nothing that names it is valid any more."""
         self._known = {known: value for known, value in self._known.items() if lora_id not in known}
+
+    def weights_of(self, identity: str) -> tuple[float, ...] | None:
+        """The weights of a mix, in its members' order, if it was resolved lately (for people to look at)."""
+        return self._weights.get(identity)
 
     def _resolve(self, lora_id: str) -> WeightedDemand | None:
         digests = []

@@ -1,101 +1,196 @@
-"""The tree as plain data: nodes, tiers, slots, visits, locks and counters (``GET /lora_tree``)."""
+"""The tree as plain data: a cheap summary (``/server_info``, metrics), and its nodes (``GET /lora_tree``).
+
+Both are made in the scheduler loop, so both are bounded: the summary reads counters that SGLang and the other rooms
+keep, and looks at LoRA nodes only; the list of nodes stops after a fixed number of visits, and says so.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from sglang_lora_tree.observability.audit import InvalidKvAudit
 from sglang_lora_tree.radix.residency import Residency
+from sglang_lora_tree.radix.tree_core_hooks import LoraNode, LoraTreeCore
 
-MAX_KV_NODES = 2000
-"""KV nodes listed at most; the counts always cover all."""
+MAX_KV_NODES = 2_000
+"""KV nodes listed at most: of a larger tree every LoRA node shows an equal share, the shallowest first."""
+MAX_NAMES = 1_000
+"""Adapters listed by name, and LoRA nodes listed, at most."""
+
+KINDS = ("adapter", "mix", "history_kv", "running_kv", "free")
+"""What a slot is used for. Running KV is KV that a request holds, history KV the rest."""
 
 
-def take_snapshot(residency: Residency, scheduler: Any = None) -> dict[str, Any]:
-    """Describe the tree of one scheduler process.
+def count_slots(residency: Residency) -> dict[str, dict[str, int]]:
+    """Slots of both pools: tier ("gpu", "host") -> kind (``KINDS``) -> slots; a tier adds up to its pool's size."""
+    core, cache = residency.core, residency.cache
+    gpu, host = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
+    unlocked = 0
+    for lora_node in core.lora_nodes.values():
+        kind = "mix" if lora_node.is_mix else "adapter"
+        data = lora_node.node.component_data[0]
+        if data.value is not None:
+            gpu[kind] += len(data.value)
+            unlocked += 0 if data.lock_ref else len(data.value)
+        if data.host_value is not None:
+            host[kind] += len(data.host_value)
+    host["adapter"] += residency.slots_being_read
+    gpu["free"], host["free"] = cache.num_free_slots, int(cache.host_pool.available_size())
+    gpu["history_kv"] = cache.full_evictable_size() - unlocked
+    # The rest of what is taken belongs to requests, in the tree (locked) or not yet.
+    gpu["running_kv"] = cache.num_pool_slots - sum(gpu.values())
+    host["history_kv"] = int(cache.host_pool.size) - sum(host.values())
+    return {"gpu": gpu, "host": host}
 
-    Returns:
-        A JSON-able dict: ``pool`` (slots by kind and tier), ``nodes`` (a list, parents before children), ``counters``.
-    """
-    core, cache, store = residency.core, residency.cache, residency.store
-    nodes: list[dict[str, Any]] = []
-    slots = {
-        tier: {"adapter": 0, "mix": 0, "history_kv": 0, "running_kv": 0} for tier in ("device", "host")
-    }
-    stack = [(core.virtual_root, None)]
-    num_kv_nodes = 0
-    while stack:
-        node, parent = stack.pop()
-        lora_node = core.lora_node_of(node)
-        data = node.component_data[0]
-        own = lora_node is not None and lora_node.node is node
-        if node is core.virtual_root:
-            kind = "virtual root"
-        elif own:
-            assert lora_node is not None
-            kind = "mix" if lora_node.is_mix else "adapter"
-        else:
-            kind = "kv"
-        device = 0 if node is core.virtual_root or data.value is None else len(data.value)
-        host = 0 if node is core.virtual_root or data.host_value is None else len(data.host_value)
-        if kind != "virtual root":
-            name = kind if kind != "kv" else ("running_kv" if data.lock_ref else "history_kv")
-            slots["device"][name] += device
-            slots["host"][name] += host
-        if kind == "kv":
-            num_kv_nodes += 1
-        if kind != "kv" or num_kv_nodes <= MAX_KV_NODES:
-            entry: dict[str, Any] = {
-                "id": node.id,
-                "parent": parent,
-                "kind": kind,
-                "slots": device or host,
-                "device": device > 0,
-                "host": host > 0,
-                "loading": node.id in cache.ongoing_load_back,
-                "locks": data.lock_ref if node is not core.virtual_root else 0,
-                "visits": lora_node.visits if own and lora_node is not None else node.hit_count,
-            }
-            if own and lora_node is not None:
-                entry["identity"] = lora_node.identity
-                entry["registered"] = lora_node.registered
-                names = [
-                    "(unregistered)" if (stored := store.get(identity)) is None else stored.name
-                    for identity in (lora_node.members or (lora_node.identity,))
-                ]
-                if lora_node.is_mix:
-                    entry["members"] = names
-                else:
-                    entry["name"] = names[0]
-            nodes.append(entry)
-        stack.extend((child, node.id) for child in node.children.values())
-    free = cache.num_free_slots
-    tree_slots = sum(slots["device"].values())
-    slots["device"]["free"] = free
-    # Tokens of running requests that are not in the tree yet.
-    slots["device"]["running_kv"] += cache.num_pool_slots - free - tree_slots
-    host_pool = cache.host_pool
-    slots["host"]["free"] = int(host_pool.available_size())
-    return {
-        "pool": {
-            "slots": slots,
-            "device_size": cache.num_pool_slots,
-            "host_size": int(host_pool.size),
-            "page_size": cache.page_size,
-            "slot_bytes": int(host_pool.size_per_token),
-        },
-        "registered": {
-            registration.name: {
+
+def count_adapters(residency: Residency) -> dict[str, int]:
+    """Registered adapters (different bytes) by tier: gpu, loading, host, disk."""
+    tiers = dict.fromkeys(("gpu", "loading", "host"), 0)
+    for lora_node in residency.core.lora_nodes.values():
+        if not lora_node.is_mix and lora_node.registered:
+            tiers[residency.tier_of(lora_node.identity)] += 1
+    return {**tiers, "disk": len(residency.store) - sum(tiers.values())}
+
+
+def list_adapters(residency: Residency) -> dict[str, dict[str, Any]]:
+    """Registered names, ``MAX_NAMES`` at most -> identity, pinned, slots, tier, visits."""
+    listed: dict[str, dict[str, Any]] = {}
+    for stored in residency.store:
+        lora_node = residency.core.lora_nodes.get(stored.identity)
+        for registration in stored.registrations.values():
+            if len(listed) >= MAX_NAMES:
+                return listed
+            listed[registration.name] = {
                 "identity": stored.identity,
                 "pinned": registration.pinned,
                 "slots": residency.slots_of_adapter(stored.identity),
                 "tier": residency.tier_of(stored.identity),
+                "visits": 0 if lora_node is None else lora_node.visits,
             }
-            for stored in store
-            for registration in stored.registrations.values()
+    return listed
+
+
+def count_kv_nodes(residency: Residency) -> int:
+    """All KV nodes, on the GPU or in host memory."""
+    return len(residency.core._node_arena) - 1 - len(residency.core.lora_nodes)
+
+
+def take_summary(residency: Residency, audit: InvalidKvAudit) -> dict[str, Any]:
+    """Pools, adapters and counters of one scheduler process, as JSON values."""
+    cache = residency.cache
+    return {
+        "pool": {
+            "slots": count_slots(residency),
+            "gpu_size": cache.num_pool_slots,
+            "host_size": int(cache.host_pool.size),
+            "page_size": cache.page_size,
+            "slot_bytes": int(cache.host_pool.size_per_token),
         },
-        "nodes": nodes,
-        "num_kv_nodes": num_kv_nodes,
-        "invalid_kv": core.count_invalid_kv(),
-        "counters": dataclasses.asdict(residency.counters),
+        "adapters": count_adapters(residency),
+        "num_registered": sum(len(stored.registrations) for stored in residency.store),
+        "registered": list_adapters(residency),
+        "num_kv_nodes": count_kv_nodes(residency),
+        "invalid_kv": audit.step(),
+        "counters": {
+            **dataclasses.asdict(residency.counters),
+            "load_bytes": cache.load_bytes,
+            "load_seconds": cache.load_seconds,
+        },
     }
+
+
+def list_nodes(
+    residency: Residency, weights_of: Callable[[str], tuple[float, ...] | None] = lambda identity: None
+) -> dict[str, Any]:
+    """The tree's nodes.
+
+    Args:
+        residency: of one scheduler process.
+        weights_of: identity of a mix -> its weights, in its members' order, if they are known.
+
+    Returns:
+        ``nodes``: dicts, parents before children. Each has ``id``, ``parent`` (an id, or None), ``kind`` ("virtual
+        root", "adapter", "mix", "kv"), ``slots``, ``gpu`` and ``host`` (whether it is there), ``loading``, ``locks``,
+        ``visits``; a LoRA or mix node also ``identity``, ``registered``, ``name`` or ``members``; these and the virtual
+        root (base-model KV) have ``kv``: the KV nodes listed below them and their slots per tier.
+        ``complete``: whether the limits of this file left nothing out.
+    """
+    core = residency.core
+    second_layer = list(core.lora_nodes.values())
+    num_kv_nodes = count_kv_nodes(residency)
+    share = MAX_KV_NODES if num_kv_nodes <= MAX_KV_NODES else max(MAX_KV_NODES // (len(second_layer) + 1), 1)
+    nodes = []
+    num_listed = 0
+    for lora_node in (None, *second_layer[:MAX_NAMES]):
+        top = core.virtual_root if lora_node is None else lora_node.node
+        entry = _describe(residency, top)
+        if lora_node is None:
+            entry |= {"kind": "virtual root", "locks": 0}
+        else:
+            entry |= {
+                "kind": "mix" if lora_node.is_mix else "adapter",
+                "visits": lora_node.visits,
+                "identity": lora_node.identity,
+                "registered": lora_node.registered,
+                **_name(residency, lora_node, weights_of),
+            }
+        below = [
+            {**_describe(residency, node), "kind": "kv"} for node in itertools.islice(_kv_below(core, top), share)
+        ]
+        entry["kv"] = {
+            "nodes": len(below),
+            "gpu": sum(kv["slots"] for kv in below if kv["gpu"]),
+            "host": sum(kv["slots"] for kv in below if kv["host"]),
+        }
+        nodes += [entry, *below]
+        num_listed += len(below)
+    return {"nodes": nodes, "complete": num_listed == num_kv_nodes and len(second_layer) <= MAX_NAMES}
+
+
+def _kv_below(core: LoraTreeCore, top: Any) -> Iterator[Any]:
+    """KV nodes below a node of the second layer (the virtual root: of the base model), breadth first."""
+    parents = deque([top])
+    while parents:
+        for node in parents.popleft().children.values():
+            if core.find(node.id) is None:
+                yield node
+                if node.children:
+                    parents.append(node)
+
+
+def _describe(residency: Residency, node: Any) -> dict[str, Any]:
+    data = node.component_data[0]
+    gpu, host = data.value is not None, data.host_value is not None
+    return {
+        "id": node.id,
+        "parent": None if node.parent is None else node.parent.id,
+        "slots": len(node.key),
+        "gpu": gpu,
+        "host": host,
+        "loading": node.id in residency.cache.ongoing_load_back,
+        "locks": data.lock_ref,
+        "visits": node.hit_count,
+    }
+
+
+def _name(
+    residency: Residency, lora_node: LoraNode, weights_of: Callable[[str], tuple[float, ...] | None]
+) -> dict[str, Any]:
+    if not lora_node.is_mix:
+        return {"name": _adapter_name(residency, lora_node.identity)}
+    weights = weights_of(lora_node.identity) or (None,) * len(lora_node.members)
+    return {
+        "members": [
+            {"identity": member, "name": _adapter_name(residency, member), "weight": weight}
+            for member, weight in zip(lora_node.members, weights, strict=True)
+        ]
+    }
+
+
+def _adapter_name(residency: Residency, identity: str) -> str:
+    stored = residency.store.get(identity)
+    return "(unregistered)" if stored is None else stored.name

@@ -106,6 +106,7 @@ class Residency:
         self.table = table
         self.settings = settings
         self.counters = Counters()
+        self.on_cold_start: Callable[[float], None] = lambda seconds: None
         self.reader = DiskReader(settings.disk_readers, cache.agree)
         self._layouts: dict[str, AdapterLayout] = {}
         self._indices: dict[str, int] = {}
@@ -191,6 +192,12 @@ class Residency:
         if not lora_node.is_resident:
             return "host"
         return "gpu" if self.cache.is_loaded(lora_node) else "loading"
+
+    @property
+    def slots_being_read(self) -> int:
+        """Host slots that reader threads are filling; no node owns them yet."""
+        # An adapter that was unloaded while it is read has no layout any more.
+        return sum(self._layouts[identity].num_slots for identity in self._reading if identity in self._layouts)
 
     def pinned_slots(self, but: Iterable[str] = ()) -> int:
         """Slots of pinned adapters, other than those named."""
@@ -282,8 +289,10 @@ class Residency:
     def note_admitted(self, request_id: str, demand: Demand | None) -> None:
         """A request runs: count the visit of its node and of its adapters."""
         if request_id in self._holds:
+            seconds = time.monotonic() - self._first_look[request_id]
             self.counters.cold_starts += 1
-            self.counters.cold_start_seconds += time.monotonic() - self._first_look[request_id]
+            self.counters.cold_start_seconds += seconds
+            self.on_cold_start(seconds)
         for identity in () if demand is None else {demand.identity, *demand.members}:
             lora_node = self.core.lora_nodes.get(identity)
             if lora_node is not None:
