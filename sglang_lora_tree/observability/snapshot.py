@@ -138,9 +138,7 @@ def list_nodes(
                 "registered": lora_node.registered,
                 **_name(residency, lora_node, weights_of),
             }
-        below = [
-            {**_describe(residency, node), "kind": "kv"} for node in itertools.islice(_kv_below(core, top), share)
-        ]
+        below = [{**_describe(residency, node), "kind": "kv"} for node in itertools.islice(_kv_below(core, top), share)]
         entry["kv"] = {
             "nodes": len(below),
             "gpu": sum(kv["slots"] for kv in below if kv["gpu"]),

@@ -12,6 +12,8 @@ Hooks:
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,6 +25,8 @@ from sglang_lora_tree.observability.audit import InvalidKvAudit
 from sglang_lora_tree.observability.metrics import PromptTokens, TreeMetrics
 from sglang_lora_tree.observability.snapshot import list_nodes, take_summary
 from sglang_lora_tree.scheduling.scheduler_hooks import STATE
+
+logger = logging.getLogger(__name__)
 
 NODES_WANTED = "lora_tree_nodes"
 """The request id of a GetInternalStateReq that asks for the nodes too (the message has no other field)."""
@@ -67,7 +71,7 @@ def count_prompt_tokens(result: None, reporter: Any, batch: Any, prefill_stats: 
     tokens.kv_miss_tokens += stats.log_input_tokens - stats.reprocessed_log_input_tokens
 
 
-def publish_metrics(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+def publish_metrics(plan: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER ``Scheduler.get_next_batch_to_run``, which runs in every loop step, idle ones too."""
     residency = STATE.residency
     if residency is None or (now := time.monotonic()) < REPORT.next_metrics:
@@ -76,16 +80,19 @@ def publish_metrics(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> N
     reporter = scheduler.metrics_reporter
     if not reporter.current_scheduler_metrics_enabled:
         return
-    if REPORT.metrics is None:
-        REPORT.metrics = TreeMetrics(residency, reporter.metrics_collector.labels)
-    batches = (scheduler.running_batch, scheduler.last_batch, result)
-    running = {id(req): req for batch in batches if batch is not None for req in batch.reqs}
-    REPORT.metrics.publish(
-        REPORT.tokens,
-        scheduler.max_loras_per_batch,
-        _names(req.lora_id for req in running.values() if not req.finished()),
-        _names(req.lora_id for req in scheduler.waiting_queue),
-    )
+    running = [req for batch in (plan.running_batch, plan.batch_to_run) if batch is not None for req in batch.reqs]
+    try:
+        if REPORT.metrics is None:
+            REPORT.metrics = TreeMetrics(residency, reporter.metrics_collector.labels)
+        REPORT.metrics.publish(
+            REPORT.tokens,
+            scheduler.max_loras_per_batch,
+            _names(req.lora_id for req in running if not req.finished()),
+            _names(req.lora_id for req in scheduler.waiting_queue),
+        )
+    except OSError:  # a full or vanished PROMETHEUS_MULTIPROC_DIR must not stop the server
+        logger.exception("the metrics of --lora-tree stop here")
+        REPORT.next_metrics = math.inf
 
 
 def _names(lora_ids: Iterable[str | None]) -> list[str]:
