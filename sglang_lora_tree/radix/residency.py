@@ -125,6 +125,7 @@ class Residency:
         cache.on_shortage = self.release_holds
         self.core.listener.on_resident = self._on_resident
         self.core.listener.on_evicted = self._on_evicted
+        self.core.listener.on_removed = self._on_removed
 
     # ---- Registration ----
 
@@ -163,8 +164,12 @@ class Residency:
         if not stored.is_pinned:
             self._unpin(stored.identity)
         self._refresh_registered(stored.identity)
-        if stored.identity not in self.core.lora_nodes and self.store.get(stored.identity) is None:
-            self._layouts.pop(stored.identity, None)
+        self._forget_unknown(stored.identity)
+
+    def _forget_unknown(self, identity: str) -> None:
+        """Drop the layout of an adapter that neither a name nor the tree knows any more."""
+        if identity not in self.core.lora_nodes and self.store.get(identity) is None:
+            self._layouts.pop(identity, None)
 
     def _refresh_registered(self, identity: str) -> None:
         for lora_node in list(self.core.lora_nodes.values()):
@@ -366,24 +371,25 @@ class Residency:
     def _start_reading(self, identity: str) -> bool:
         stored = self.store.get(identity)
         assert stored is not None, f"{identity} is wanted and not registered"
-        slots = self.cache.allocate_host(self._layouts[identity].num_slots)
+        layout = self._layouts[identity]  # the name may be gone when the thread gets to it
+        slots = self.cache.allocate_host(layout.num_slots)
         if slots is None:
             return False
         self._reading.add(identity)
         self.reader.submit(
-            lambda: self._read(stored, slots),
+            lambda: self._read(stored, layout, slots),
             on_done=lambda outcome: self._on_read(stored, slots, *outcome),
             on_failed=lambda error: self._on_read_failed(stored, slots, error),
         )
         return True
 
-    def _read(self, stored: StoredAdapter, slots: torch.Tensor) -> tuple[int, float]:
+    def _read(self, stored: StoredAdapter, layout: AdapterLayout, slots: torch.Tensor) -> tuple[int, float]:
         """In a reader thread: file -> rows in host memory. Returns bytes and seconds, for metrics."""
         start = time.monotonic()
         adapter = self._load_unchanged(stored)
         if self._planes is None:
             self._planes = self.cache.host_planes()
-        self.packer.write(adapter, self._layouts[stored.identity], self._planes, slots)
+        self.packer.write(adapter, layout, self._planes, slots)
         return adapter.num_bytes, time.monotonic() - start
 
     def _load_unchanged(self, stored: StoredAdapter) -> Adapter:
@@ -489,6 +495,10 @@ class Residency:
         self.counters.swap_outs += 1
         assert lora_node.device_slots is not None
         self.counters.swap_out_slots += len(lora_node.device_slots)
+
+    def _on_removed(self, lora_node: LoraNode) -> None:
+        if not lora_node.is_mix:
+            self._forget_unknown(lora_node.identity)
 
     def _outline(self, identity: str) -> Outline:
         stored = self.store.get(identity)
