@@ -188,6 +188,13 @@ class LoraTreeCache(UnifiedRadixCache):
             self._all_reduce_attn_groups(values, torch.distributed.ReduceOp.MIN)
         return values
 
+    def check_ranks_agree(self) -> None:
+        """Assert that all ranks have the same tree (invariant 4); every rank must call it at the same step."""
+        if self.tp_world_size > 1:
+            own = self.tree_core.fingerprint()
+            lowest, highest = self.agree(torch.tensor([own, -own], dtype=torch.int64)).tolist()
+            assert lowest == own == -highest, f"the ranks' trees differ: {own:014x} here"
+
 
 def check_kv_pool(pool: Any) -> None:
     """Refuse every KV pool but the one that adapters are known to fit: an allow-list.

@@ -15,6 +15,7 @@ to each member: while it is on the GPU none of them can be a leaf, and while it 
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -325,6 +326,18 @@ class LoraTreeCore(UnifiedTreeCore):
             if node.component_data[BASE_COMPONENT_TYPE].value is not None:
                 top = self.lora_node_of(node)
                 assert top is None or top.is_resident, f"invalid KV: node {node.id} without {top and top.identity}"
+
+    def fingerprint(self) -> int:
+        """56 bits over every node's id, parent, locks and slots in both pools, to compare the trees of ranks."""
+        digest = hashlib.blake2b(digest_size=7)
+        for node in self._node_arena.values():
+            if node is self.virtual_root:
+                continue
+            data = node.component_data[BASE_COMPONENT_TYPE]
+            digest.update(repr((node.id, node.parent.id, data.lock_ref, data.host_lock_ref)).encode())
+            for slots in (data.value, data.host_value):
+                digest.update(b"absent" if slots is None else slots.cpu().numpy().tobytes())
+        return int.from_bytes(digest.digest(), "big")
 
     def count_invalid_kv(self) -> int:
         """Tokens of KV on the GPU whose adapter, or a member of whose mix, is not (invariant 2: always 0)."""

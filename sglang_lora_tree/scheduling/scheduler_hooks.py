@@ -175,6 +175,7 @@ def run_pass(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     STATE.adder = None
     if current_settings().verify_invariants:  # type: ignore[union-attr]
         residency.core.check_invariants()
+        residency.cache.check_ranks_agree()
     return result
 
 
