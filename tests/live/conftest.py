@@ -1,0 +1,145 @@
+"""The servers that tests ask, one at a time: a test names its servers by ``@on("small", "tp2")`` and gets ``live``.
+
+pytest groups tests by the parameter of a session fixture, so each configuration starts once, when the first test wants
+it, and ends before the next one starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import ALL_LINEAR, make_adapters, make_llama
+
+from .judge import Judge
+from .server import Server
+
+EMBEDDED = Path(__file__).resolve().parents[2] / "examples" / "embedded_model"
+WIDE = {f"wide{index}": {"r": 14, "lora_alpha": 7, "target_modules": ALL_LINEAR} for index in range(5)}
+"""266 slots each: the small pool holds two of them, and few tokens beside."""
+TINY = {f"tiny{index}": {"r": 2, "lora_alpha": 4, "target_modules": ALL_LINEAR} for index in range(40)}
+"""38 slots each: together more than the host memory of the small server holds."""
+POOL = 600
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How a server is started."""
+
+    arguments: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    embedded: bool = False
+
+
+_TESTED = {"verify_invariants": True, "delay_loads": 5}
+_SMALL = (
+    "--skip-tokenizer-init",
+    *("--dtype", "float32"),
+    *("--max-total-tokens", str(POOL)),
+    *("--chunked-prefill-size", "32"),
+    *("--lora-tree", json.dumps(_TESTED)),
+)
+CONFIGURATIONS = {
+    # A pool far too small, loads held back with NaN in their rows, SGLang's leak check at every step.
+    "small": Configuration(_SMALL, {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}),
+    # The same on two ranks that compare their trees and decisions.
+    "tp2": Configuration(
+        (*_SMALL, "--tp", "2", "--page-size", "4"),
+        {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"},
+    ),
+    # As a user starts it.
+    "embedded": Configuration(("--lora-tree", "--enable-metrics"), embedded=True),
+    # The same, exact.
+    "float32": Configuration(("--lora-tree", "--dtype", "float32"), embedded=True),
+}
+
+
+@dataclass
+class Live:
+    """A running server, and what it serves."""
+
+    name: str
+    server: Server
+    judge: Judge
+    adapters: dict[str, Path]
+    vocab: int
+
+
+def on(*names: str) -> pytest.MarkDecorator:
+    """The test runs on each of these servers, as ``live``."""
+    return pytest.mark.parametrize("live", names, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_llama(tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.fixture(scope="session")
+def five(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Adapters that differ in every way."""
+    return make_adapters(llama, tmp_path_factory.mktemp("five"))
+
+
+@pytest.fixture(scope="session")
+def others(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Wide and tiny ones, not registered at start."""
+    return make_adapters(llama, tmp_path_factory.mktemp("others"), {**WIDE, **TINY}, seed=2)
+
+
+@pytest.fixture(scope="session")
+def small_judge(llama: Path, five: dict[str, Path], others: dict[str, Path]) -> Judge:
+    return Judge(llama, {**five, **others})
+
+
+@pytest.fixture(scope="session")
+def embedded_judge() -> Judge:
+    torch.set_num_threads(1)
+    return Judge(EMBEDDED / "model", embedded_adapters())
+
+
+def embedded_adapters() -> dict[str, Path]:
+    return {path.name: path for path in sorted((EMBEDDED / "adapters").iterdir())}
+
+
+@pytest.fixture(scope="session")
+def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    if torch.cuda.is_available():
+        pytest.skip("these servers are those of the CPU platform (a GPU is tests/live/test_gpu.py's)")
+    configuration = CONFIGURATIONS[request.param]
+    if configuration.embedded:
+        model, adapters, judge, vocab = EMBEDDED / "model", embedded_adapters(), "embedded_judge", 256
+    else:
+        model, adapters = request.getfixturevalue("llama"), request.getfixturevalue("five")
+        judge, vocab = "small_judge", 320
+    paths = [f"{name}={path}" for name, path in adapters.items()]
+    arguments = ["--model-path", str(model), *configuration.arguments, "--lora-paths", *paths]
+    environment = {"OMP_NUM_THREADS": "1", **configuration.environment}
+    log = tmp_path_factory.mktemp(request.param) / "server.log"
+    if folder := os.environ.get("LORA_TREE_LOGS"):
+        log = Path(folder) / f"{request.param}.log"
+    server = Server(log, arguments, environment)
+    try:
+        # The judge is made while the server starts.
+        judged = request.getfixturevalue(judge)
+        server.wait()
+        yield Live(request.param, server, judged, adapters, vocab)
+    finally:
+        server.stop()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[None]:
+    """A failed test shows the end of its server's log."""
+    report = yield
+    live = getattr(item, "funcargs", {}).get("live")
+    if report.when == "call" and report.failed and isinstance(live, Live):
+        report.sections.append((f"log of the server {live.name}", live.server.tail()))
+    return report

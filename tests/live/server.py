@@ -1,0 +1,193 @@
+"""A real server process for tests: ``python -m sglang.launch_server --lora-tree``, asked over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+
+START_SECONDS = 300
+REQUEST_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One greedy answer of /generate."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    cached: int
+    """Tokens of the prompt that history KV served."""
+    prompt_length: int
+    finish: dict[str, Any]
+    request_id: str
+
+    @classmethod
+    def of(cls, item: Mapping[str, Any]) -> Answer:
+        meta = item["meta_info"]
+        pairs = meta.get("output_token_logprobs") or []
+        return cls(
+            tuple(item["output_ids"]),
+            tuple(pair[0] for pair in pairs),
+            meta["cached_tokens"],
+            meta["prompt_tokens"],
+            meta["finish_reason"],
+            meta["id"],
+        )
+
+
+class Server:
+    """A server of its own process group; ``stop`` ends every process of it.
+
+    Args:
+        log: file for everything it prints.
+        arguments: of ``launch_server``, without the port.
+        environment: added to this process's.
+    """
+
+    def __init__(self, log: Path, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self.log = log
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.arguments = list(arguments)
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "sglang.launch_server", "--port", str(self.port), *self.arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+            )
+
+    def wait(self, seconds: float = START_SECONDS) -> None:
+        """Until it answers.
+
+        Raises:
+            AssertionError: it ended, or did not answer in time; the message has the end of its log.
+        """
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.tail()}"
+            try:
+                if requests.get(self.url + "/health", timeout=5).ok:
+                    return
+            except requests.RequestException:
+                pass
+            time.sleep(0.5)
+        raise AssertionError(f"the server did not answer within {seconds} s:\n{self.tail()}")
+
+    def stop(self) -> None:
+        for kind, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+            try:
+                os.killpg(self.process.pid, kind)
+                self.process.wait(patience)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                pass
+
+    def tail(self, lines: int = 60) -> str:
+        return "\n".join(self.read_log().splitlines()[-lines:])
+
+    def read_log(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    # ---- Requests ----
+
+    def get(self, path: str, **options: Any) -> requests.Response:
+        return requests.get(self.url + path, timeout=REQUEST_SECONDS, **options)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> requests.Response:
+        """JSON as Python writes it, so NaN too."""
+        return requests.post(
+            self.url + path,
+            data=json.dumps({} if body is None else body),
+            headers={"Content-Type": "application/json"},
+            **{"timeout": REQUEST_SECONDS, **options},
+        )
+
+    def generate(self, prompts: Any, num_new: int, mixes: Any = None, **fields: Any) -> list[Answer]:
+        """Greedy answers with logprobs; one batch.
+
+        Args:
+            prompts: lists of token ids.
+            num_new: tokens per answer, exactly.
+            mixes: None, one mix for all (not a list), or a list with one per prompt.
+        """
+        response = self.post("/generate", generate_body(prompts, num_new, mixes, **fields))
+        assert response.status_code == 200, f"{response.status_code} {response.text[:2000]}"
+        return [Answer.of(item) for item in response.json()]
+
+    def refuse(self, prompts: Any, num_new: int, mixes: Any = None, status: int = 400, **fields: Any) -> str:
+        """A request that must be refused: its message."""
+        response = self.post("/generate", generate_body(prompts, num_new, mixes, **fields))
+        assert response.status_code == status, f"{response.status_code} {response.text[:2000]}"
+        return response.text
+
+    def load(self, name: str, folder: Path, **fields: Any) -> requests.Response:
+        return self.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder), **fields})
+
+    def unload(self, name: str) -> requests.Response:
+        return self.post("/unload_lora_adapter", {"lora_name": name})
+
+    def flush(self) -> None:
+        """Empty the cache; SGLang refuses while something runs, so wait for that."""
+        wait_until(lambda: self.post("/flush_cache").status_code == 200, 60, "the server is never idle")
+
+    def tree(self) -> dict[str, Any]:
+        """What the scheduler process says about its tree."""
+        return self.get("/server_info").json()["internal_states"][0]["lora_tree"]
+
+    # ---- What must hold when nothing runs ----
+
+    def check_at_rest(self) -> None:
+        """Invariants 1 and 2 and nothing left held, once the last request is through."""
+        assert self.process.poll() is None, f"the server ended:\n{self.tail()}"
+        wait_until(lambda: self.tree()["pool"]["slots"]["gpu"]["running_kv"] == 0, 30, self.tree)
+        tree = self.tree()
+        pool = tree["pool"]
+        for tier in ("gpu", "host"):
+            slots = pool["slots"][tier]
+            assert all(count >= 0 for count in slots.values()), f"{tier}: {slots}"
+            assert sum(slots.values()) == pool[f"{tier}_size"], f"{tier}: {slots} of {pool}"
+        assert tree["invalid_kv"] == 0, tree
+
+    def memory(self) -> int:
+        """Resident bytes of all its processes."""
+        root = psutil.Process(self.process.pid)
+        return sum(process.memory_info().rss for process in (root, *root.children(recursive=True)))
+
+
+def generate_body(prompts: Any, num_new: int, mixes: Any = None, **fields: Any) -> dict[str, Any]:
+    return {
+        "input_ids": prompts,
+        "sampling_params": {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True},
+        "return_logprob": True,
+        **({} if mixes is None else {"lora": mixes}),
+        **fields,
+    }
+
+
+def free_port() -> int:
+    """A port that nothing listens on; SGLang takes a few above it too."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Any, seconds: float, problem: Any) -> None:
+    """Poll a condition; AssertionError with ``problem`` (text, or a function that makes it) when time is up."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, problem() if callable(problem) else problem
+        time.sleep(0.1)
