@@ -13,8 +13,8 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 TIMEOUT_SECONDS = 30
 
 
-class ServerError(Exception):
-    """A server that cannot be asked for its tree; says why and what to do."""
+class CommandError(Exception):
+    """What the user asked for cannot be done; says why and what to do."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE if stop.code else EXIT_OK
     try:
         return show_tree(options)
-    except (ServerError, OSError) as error:
+    except CommandError as error:
         print(f"sglang-lora-tree: {error}", file=sys.stderr)
         return EXIT_FAILED
 
@@ -61,8 +61,7 @@ def show_tree(options: argparse.Namespace) -> int:
     """Print the tree of the server, and draw it if asked to.
 
     Raises:
-        ServerError: no server there, or not one with a tree.
-        OSError: the picture cannot be written.
+        CommandError: no server there, not one with a tree, or the picture cannot be written.
     """
     from sglang_lora_tree.observability.text import render_text
 
@@ -70,7 +69,7 @@ def show_tree(options: argparse.Namespace) -> int:
     try:
         text = json.dumps(snapshot) + "\n" if options.json else render_text(snapshot, options.all)
     except (KeyError, TypeError, ValueError) as error:
-        raise ServerError(
+        raise CommandError(
             f"{options.url} answers /lora_tree in a form that this version does not know ({error!r}): use the same "
             "version of sglang-lora-tree here as on the server"
         ) from error
@@ -78,7 +77,10 @@ def show_tree(options: argparse.Namespace) -> int:
     if options.png:
         from sglang_lora_tree.observability.picture import draw_png
 
-        draw_png(snapshot, options.png)
+        try:
+            draw_png(snapshot, options.png)
+        except (OSError, ValueError) as error:
+            raise CommandError(f"the picture {options.png} cannot be written: {error}") from error
         print(f"picture: {options.png}", file=sys.stderr)
     return EXIT_OK
 
@@ -87,7 +89,7 @@ def fetch_tree(url: str, api_key: str | None = None) -> dict[str, Any]:
     """What ``GET /lora_tree`` of a server answers.
 
     Raises:
-        ServerError: see there.
+        CommandError: see there.
     """
     import requests
 
@@ -96,23 +98,23 @@ def fetch_tree(url: str, api_key: str | None = None) -> dict[str, Any]:
     try:
         answer = requests.get(f"{base.rstrip('/')}/lora_tree", headers=headers, timeout=TIMEOUT_SECONDS)
     except (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema, requests.exceptions.MissingSchema):
-        raise ServerError(f"{url} is not a URL: give one like http://127.0.0.1:30000") from None
+        raise CommandError(f"{url} is not a URL: give one like http://127.0.0.1:30000") from None
     except requests.exceptions.Timeout:
-        raise ServerError(f"{url} did not answer within {TIMEOUT_SECONDS} seconds: is it still starting?") from None
+        raise CommandError(f"{url} did not answer within {TIMEOUT_SECONDS} seconds: is it still starting?") from None
     except requests.exceptions.RequestException as error:
-        raise ServerError(f"nothing answers at {url}: is the server running there? ({_cause(error)})") from None
+        raise CommandError(f"nothing answers at {url}: is the server running there? ({_cause(error)})") from None
     if answer.status_code in (401, 403):
-        raise ServerError(f"{url} wants its API key: give it with --api-key, or in SGLANG_API_KEY")
+        raise CommandError(f"{url} wants its API key: give it with --api-key, or in SGLANG_API_KEY")
     if answer.status_code == 404:
-        raise ServerError(f"{url} has no /lora_tree: start it with --lora-tree (pip install sglang-lora-tree)")
+        raise CommandError(f"{url} has no /lora_tree: start it with --lora-tree (pip install sglang-lora-tree)")
     if answer.status_code != 200:
-        raise ServerError(f"{url}/lora_tree answers {answer.status_code}: {answer.text[:200]}")
+        raise CommandError(f"{url}/lora_tree answers {answer.status_code}: {answer.text[:200]}")
     try:
         snapshot = answer.json()
     except ValueError:
         snapshot = None
     if not isinstance(snapshot, dict) or "nodes" not in snapshot:
-        raise ServerError(f"{url}/lora_tree answers something else than a tree: is it an SGLang server?")
+        raise CommandError(f"{url}/lora_tree answers something else than a tree: is it an SGLang server?")
     return snapshot
 
 

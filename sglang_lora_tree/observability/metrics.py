@@ -46,7 +46,7 @@ class ChangingGauges:
     def __init__(self, folder: str) -> None:
         self._file = Path(folder) / f"gauge_mostrecent_loratree{os.getpid()}.db"
 
-    def write(self, series: Iterable[tuple[str, str, Mapping[str, str], float]]) -> None:
+    def write(self, series: Iterable[tuple[str, str, Mapping[str, Any], float]]) -> None:
         """Replace all series by these: (metric, what it means, labels, value)."""
         from prometheus_client.mmap_dict import MmapedDict, mmap_key
 
@@ -55,7 +55,9 @@ class ChangingGauges:
         draft.unlink(missing_ok=True)
         values = MmapedDict(str(draft))
         for name, help_text, labels, value in series:
-            values.write_value(mmap_key(name, name, list(labels), list(labels.values()), help_text), value, now)
+            # Text, as prometheus_client makes of labels itself: anything else would break /metrics as a whole.
+            texts = [str(text) for text in labels.values()]
+            values.write_value(mmap_key(name, name, list(labels), texts, help_text), value, now)
         values.close()
         draft.replace(self._file)
 
@@ -68,7 +70,7 @@ class TreeMetrics:
         labels: SGLang's own labels (model_name, tp_rank, ...).
     """
 
-    def __init__(self, residency: Residency, labels: Mapping[str, str]) -> None:
+    def __init__(self, residency: Residency, labels: Mapping[str, Any]) -> None:
         # prometheus_client must not be imported before SGLang has set PROMETHEUS_MULTIPROC_DIR.
         from prometheus_client import Counter, Gauge, Histogram
 
@@ -153,7 +155,7 @@ class TreeMetrics:
 
     def _series(
         self, max_loras: int, running_names: Iterable[str], waiting_names: Iterable[str]
-    ) -> Iterable[tuple[str, str, Mapping[str, str], float]]:
+    ) -> Iterable[tuple[str, str, Mapping[str, Any], float]]:
         text = "Where an adapter's weights are: 2 on the GPU, 1 in host memory, 0 on disk."
         adapters = sorted(list_adapters(self._residency).items(), key=lambda item: -TIER_VALUES[item[1]["tier"]])
         for name, adapter in adapters[:MAX_ADAPTER_LABELS]:

@@ -170,7 +170,7 @@ def _draw_box(axes: Any, box: Box) -> None:
         _rectangle(axes, box, "#f4f5f7", "#c3c9d1")
         _write(axes, box, node.label, "" if node.kind == "base" else f"{node.slots:,}", INK)
         return
-    if node.gpu_slots and node.host_slots:
+    if node.gpu_slots and node.host_slots and node.num_nodes == 1:
         shadow = Box(node, box.x + 0.05, box.y + 0.05, box.width)
         _rectangle(axes, shadow, "white", colour, zorder=2, linestyle=(0, (2, 1.5)))
     if node.num_nodes > 1:
@@ -279,7 +279,7 @@ def _draw_footer(axes: Any, snapshot: dict[str, Any], height: float) -> None:
     x = _legend_text(axes, x, y, "host only")
     _swatch(axes, x, y, "white", grey, hatch="//////")
     x = _legend_text(axes, x, y, "loading")
-    axes.text(x + 0.1, y, "figures: slots · visits · locks", fontsize=7.5, color=FAINT, va="center")
+    axes.text(x + 0.1, y, "slots · visits · locks", fontsize=7.5, color=FAINT, va="center")
 
 
 def _swatch(axes: Any, x: float, y: float, face: str, edge: str, **style: Any) -> None:

@@ -1,0 +1,35 @@
+import pytest
+from PIL import Image
+
+from sglang_lora_tree.observability import picture
+from tests.observability.snapshots import SnapshotMaker, random_snapshot, small_snapshot
+
+
+@pytest.mark.parametrize(
+    "snapshot",
+    [small_snapshot(), SnapshotMaker().snapshot(), random_snapshot(8, 4, 50), random_snapshot(100, 30, 2000)],
+    ids=["small", "empty", "50 nodes", "2000 nodes"],
+)
+def test_a_picture_of_any_tree_has_a_size_to_look_at(tmp_path, snapshot):
+    picture.draw_png(snapshot, tmp_path / "tree.png", dpi=60)
+    with Image.open(tmp_path / "tree.png") as image:
+        width, height = image.size
+    assert 600 <= width <= 1000 and height <= 60 * (picture.MAX_ROWS * picture.ROW + 3)
+
+
+def test_boxes_do_not_overlap():
+    root = picture._fit(picture._with_base_model(picture.build(random_snapshot(8, 4, 50))))
+    boxes = []
+    picture._place(root, 0, 0, 1, boxes)
+    for number, one in enumerate(boxes):
+        for other in boxes[:number]:
+            beside = one.right < other.x or other.right < one.x
+            assert beside or abs(one.y - other.y) >= picture.HEIGHT, (one, other)
+
+
+def test_few_nodes_are_all_shown_and_many_are_summed_up():
+    def count(snapshot):
+        return sum(1 for node in picture._fit(picture.build(snapshot)).below())
+
+    assert count(random_snapshot(8, 4, 50)) == 62
+    assert count(random_snapshot(100, 30, 2000)) < 150
