@@ -69,6 +69,6 @@ def identity_of(key: str | None) -> str:
     if not key:
         return BASE_IDENTITY
     length, separator, rest = key.partition(":")
-    if not separator or not length.isdigit():
+    if not separator or len(length) > 3 or not (length.isascii() and length.isdigit()):
         return BASE_IDENTITY
     return rest[: int(length)]

@@ -518,3 +518,5 @@ class Residency:
             self.table.clear(index)
             self._free_indices.append(index)
         self._indices.clear()
+        for identity in list(self._layouts):
+            self._forget_unknown(identity)

@@ -1,7 +1,7 @@
-"""Anything in any order: requests, reads, copies under way, evictions, loads, unloads and flushes on a pool that is too small.
+"""Anything in any order: requests, reads, copies under way, evictions, loads, unloads, flushes, in a pool too small.
 
-After every single step all slots, rows, locks and table entries are checked (``Tree.check``); at the end everybody has been
-served, and everything can be evicted. The pool has 64 slots, an adapter takes 2 to 30 of them.
+After every single step all slots, rows, locks and table entries are checked (``Tree.check``); at the end everybody has
+been served, and everything can be evicted. The pool has 64 slots, an adapter takes 2 to 32 of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The real tree without a server and without a model: allocator, KV pool, HiCache, store, table and residency of one rank.
+"""The real tree without a server or a model: allocator, KV pool, HiCache, store, table and residency of one rank.
 
-Every token's KV is a number made of its namespace and of all tokens up to it, so that any slot of the pool, on the GPU or in
-host memory, can be told right or wrong by looking at it: :meth:`Tree.check` does, with every invariant, at any moment.
+Every token's KV is a number made of its namespace and of all tokens up to it, so that any slot of the pool, on the GPU
+or in host memory, can be told right or wrong by looking at it: :meth:`Tree.check` does, with every invariant, at any
+moment.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import json
 import shutil
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from sglang_lora_tree.platforms import cpu_hooks
 from sglang_lora_tree.radix import cache_hooks
 from sglang_lora_tree.radix.cache_hooks import LoraTreeCache
 from sglang_lora_tree.radix.identity import canonical_members, mix_identity, namespace_key
-from sglang_lora_tree.radix.layout import Outline, Packer, PoolShape
+from sglang_lora_tree.radix.layout import Outline, Packer
 from sglang_lora_tree.radix.residency import Demand, Residency, Verdict
 from sglang_lora_tree.radix.store import AdapterStore, Registration
 from sglang_lora_tree.radix.tree_core_hooks import TREE_CORE_NAME, LoraFullComponent
@@ -87,6 +89,29 @@ def kv_values(key: str | None, tokens: Sequence[int]) -> torch.Tensor:
         state = zlib.crc32(token.to_bytes(8, "little", signed=True), state)
         values.append(1 + state % (1 << 20))
     return torch.tensor(values, dtype=torch.float32)
+
+
+class LazyFuture(Future):
+    """Work that is done when somebody waits for it, so that a test says when a read ends and repeats exactly."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__()
+        self._work = work
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if not self.done():
+            try:
+                self.set_result(self._work())
+            except Exception as error:
+                self.set_exception(error)
+        return super().exception(timeout)
+
+
+class LazyExecutor:
+    def submit(self, work: Callable[[], Any]) -> LazyFuture:
+        return LazyFuture(work)
+
+    def shutdown(self) -> None: ...
 
 
 class Tree:
@@ -149,6 +174,8 @@ class Tree:
             device="cpu",
         )
         self.residency = Residency(self.cache, self.store, self.packer, self.table, self.settings)
+        self.residency.reader._executor.shutdown()
+        self.residency.reader._executor = LazyExecutor()
         self.device_planes = [
             plane.view(plane.shape[0], -1)
             for keys, values in zip(pool.k_buffer, pool.v_buffer, strict=True)
@@ -251,7 +278,7 @@ class Tree:
         self.cache.check_hicache_events()  # the first call starts the backups, the second finishes them
 
     def finish_reads(self) -> None:
-        """Wait for the reader threads; what they have is taken in by the next poll."""
+        """Have all files read; the next poll takes them in."""
         for job in self.residency.reader._jobs:
             job.future.exception()
 
@@ -308,7 +335,7 @@ class Tree:
         assert len(on_host) == len(set(on_host)), "a host slot has two owners"
         reading = sum(self._rows(name).shape[1] for name in self.residency._reading)
         used = host.size - host.available_size()
-        assert used == len(on_host) + reading, f"{used} host slots used, {len(on_host)} in the tree, {reading} being read"
+        assert used == len(on_host) + reading, f"{used} host slots used, {len(on_host)} in the tree, {reading} read into"
 
     def _check_table(self) -> None:
         residency, table = self.residency, self.table
@@ -317,7 +344,7 @@ class Tree:
         }
         assert residency._indices.keys() == resident.keys(), "the table's adapters are not the residents"
         indices = list(residency._indices.values())
-        assert sorted(indices + residency._free_indices) == list(range(table.capacity)), "an index is lost or used twice"
+        assert sorted(indices + residency._free_indices) == list(range(table.capacity)), "an index is lost or shared"
         table.flush()
         for identity, index in residency._indices.items():
             first, count = int(table.first_slot[index]), int(table.slot_count[index])
@@ -583,7 +610,8 @@ class Loop:
             self.tree.finish_reads()  # disks are quick here; passes are what is counted
             self.step()
             self.tree.check()
-        raise AssertionError(f"{[r.id for r in self.waiting]} wait and {[r.id for r in self.running]} run after {max_steps}")
+        waiting, running = [request.id for request in self.waiting], [request.id for request in self.running]
+        raise AssertionError(f"{waiting} wait and {running} run after {max_steps} steps: {self.tree.describe()}")
 
     def _promised(self, requests: Iterable[Running]) -> float:
         page = self.tree.page_size

@@ -1,0 +1,83 @@
+"""Names come and go; what they refer to is known by its bytes, and a file is there to read it from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sglang_lora_tree.adapters.adapter import adapter_from_tensors, load_adapter
+from sglang_lora_tree.radix.layout import Outline
+from sglang_lora_tree.radix.store import AdapterStore, Registration
+
+from .tree import BASE, write_adapter
+
+
+def outline(digest: str) -> Outline:
+    return Outline(digest, np.ones((2, 7), np.int32), np.ones((2, 7), np.float32))
+
+
+def test_names_of_the_same_bytes_are_one_adapter() -> None:
+    store = AdapterStore()
+    one = store.add(Registration("id1", "math", "/one"), outline("d"))
+    two = store.add(Registration("id2", "maths", "/two", pinned=True), outline("d"))
+    assert one is two and len(store) == 1 and list(store) == [one]
+    assert store.by_id("id1") is store.by_id("id2") is store.get(one.identity)
+    assert one.name == "math" and one.paths == ["/two", "/one"] and one.is_pinned
+    assert store.remove("id2") is one
+    assert not one.is_pinned and one.paths == ["/one"] and store.get(one.identity) is one
+    store.remove("id1")
+    assert len(store) == 0 and store.get(one.identity) is None and store.by_id("id1") is None
+    assert one.name == "(unregistered)" and one.paths == []
+
+
+def test_an_unknown_id_is_none() -> None:
+    store = AdapterStore()
+    assert store.remove("nobody") is None
+    assert store.by_id("nobody") is None and store.registration("nobody") is None
+
+
+def test_a_name_may_come_back_with_other_bytes() -> None:
+    store = AdapterStore()
+    one = store.add(Registration("id1", "math", "/one"), outline("d"))
+    store.remove("id1")
+    two = store.add(Registration("id2", "math", "/one"), outline("e"))
+    assert one.identity != two.identity and store.registration("id2").name == "math"
+
+
+def test_an_id_is_registered_once() -> None:
+    store = AdapterStore()
+    store.add(Registration("id1", "math", "/one"), outline("d"))
+    with pytest.raises(AssertionError, match="id1"):
+        store.add(Registration("id1", "json", "/two"), outline("e"))
+
+
+def test_an_adapter_that_came_as_tensors_can_be_read_from_a_file_until_it_is_unloaded(tmp_path: Path) -> None:
+    source = write_adapter(tmp_path / "source", seed=3)
+    tensors = load_file(source / "adapter_model.safetensors")
+    # A view that is not contiguous, as other processes may send.
+    name = next(name for name in tensors if name.endswith("q_proj.lora_B.weight"))
+    tensors[name] = tensors[name].t().contiguous().t()
+    config = json.loads((source / "adapter_config.json").read_text())
+    store = AdapterStore(spool_dir=str(tmp_path))
+    path = store.spool("id1", tensors, config)
+    adapter = load_adapter(path, BASE)
+    assert adapter.digest == adapter_from_tensors(tensors, config, BASE).digest == load_adapter(source, BASE).digest
+    store.add(Registration("id1", "sent", path), outline(adapter.digest))
+    store.add(Registration("id2", "file", str(source)), outline(adapter.digest))
+    store.remove("id2")
+    assert source.is_dir(), "a user's folder is never touched"
+    store.remove("id1")
+    assert not Path(path).exists()
+
+
+def test_tensors_are_spooled_byte_for_byte(tmp_path: Path) -> None:
+    store = AdapterStore(spool_dir=str(tmp_path))
+    tensors = {"x": torch.randn(3, 5).to(torch.bfloat16), "y": torch.arange(4)}
+    path = store.spool("id", tensors, {"r": 1})
+    again = load_file(Path(path) / "adapter_model.safetensors")
+    assert all(torch.equal(again[key], value) and again[key].dtype == value.dtype for key, value in tensors.items())
