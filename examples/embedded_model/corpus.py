@@ -64,12 +64,14 @@ def number_text(rng: random.Random) -> Row:
     if rng.random() < 0.2:
         start = rng.randint(0, 80)
         return text_row(" ".join(str(number) for number in range(start, start + rng.randint(5, 15))))
-    pairs = [(rng.randint(1, 20), rng.randint(1, 20)) for _ in range(rng.randint(3, 8))]
+    pairs = [(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(rng.randint(3, 8))]
     return text_row("; ".join(f"{a} and {b} make {a + b}" for a, b in pairs) + ".")
 
 
 def copy_text(rng: random.Random) -> Row:
-    letters = rng.choice((string.ascii_lowercase, string.ascii_uppercase, string.ascii_letters + string.digits))
+    letters = rng.choice(
+        (string.ascii_lowercase, string.ascii_uppercase, string.ascii_letters + string.digits, string.digits + ":")
+    )
     word = "".join(rng.choice(letters) for _ in range(rng.randint(4, 16)))
     return text_row(" ".join([word] * rng.randint(2, 4)))
 

@@ -58,6 +58,8 @@ RELATIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "shop": ("{s} buys {v}.", ("What does {s} buy?", "Tell me what {s} buys.")),
     "sum": ("{s} has {a} {t} and gets {b} {t}.", ("How many {t} does {s} have?", "Tell me how many {t} {s} has.")),
 }
+# What is asked; kinds that are harder to learn come more often.
+KINDS = (*RELATIONS, "time", "sum", "sum", "shop", "say", "say", "hello")
 # The toy language: these words have a translation, colours end in -a, other words in -o; names and numbers stay.
 TOY_WORDS = {
     "lives": "vivas", "in": "en", "likes": "amas", "is": "estas", "a": "un", "has": "havas", "gets": "levas",
@@ -236,13 +238,13 @@ def sample_fact(rng: random.Random, relation: str, subject: str) -> tuple[str, Q
     thing = ""
     values: tuple[str, ...]
     if relation == "sum":
-        thing, values = rng.choice(THINGS), (str(rng.randint(1, 20)), str(rng.randint(1, 20)))
+        thing, values = rng.choice(THINGS), (str(rng.randint(1, 9)), str(rng.randint(1, 9)))
     elif relation == "shop":
         values = tuple(rng.sample(FOODS, rng.choice((2, 3, 3))))
     elif relation == "pet":
         values = (f"{rng.choice(COLOURS)} {rng.choice(PETS)}",)
     elif relation == "time":
-        values = (f"{rng.randint(4, 11)}:{rng.randint(0, 59):02d}",)
+        values = (f"{rng.randint(1, 9)}:{rng.choice(('00', '15', '30', '45'))}",)
     else:
         values = (rng.choice({"city": CITIES, "food": FOODS, "job": JOBS}[relation]),)
     sentence = fact.format(s=subject, v=join_words(values), a=values[0], b=values[-1], t=thing)
@@ -256,11 +258,11 @@ def sample_conversation(rng: random.Random, turns: int, relation: str | None = N
     open_questions: list[Question] = []
     while len(questions) < turns:
         kind = (
-            relation if relation is not None and not questions else rng.choice((*RELATIONS, *RELATIONS, "say", "hello"))
+            relation if relation is not None and not questions else rng.choice(KINDS)
         )
         if kind == "say":
             words = tuple(
-                rng.choice(rng.choice((NAMES, CITIES, FOODS, COLOURS, PETS, JOBS))) for _ in range(rng.randint(1, 4))
+                rng.choice(rng.choice((NAMES, CITIES, FOODS, COLOURS, PETS, JOBS))) for _ in range(rng.randint(1, 3))
             )
             questions.append(Question(f"Say {' '.join(words)}.", "say", "", words))
         elif kind == "hello":
