@@ -69,6 +69,10 @@ class HollowValue:
     def __init__(self, length: int) -> None:
         self._length = length
 
+    @property
+    def shape(self) -> tuple[int]:
+        return (self._length,)
+
     def __len__(self) -> int:
         return self._length
 

@@ -58,8 +58,23 @@ class LoraTreeCache(UnifiedRadixCache):
     def path_device_indices(self, node: int) -> torch.Tensor:
         return self.tree_core.collect_full_device_indices(node, self.tree_core.anchor_of(node))
 
+    def evict(self, params: EvictParams) -> EvictResult:
+        component = self.components[ComponentType.FULL]
+        component.evicts_at_once = True
+        try:
+            return super().evict(params)
+        finally:
+            component.evicts_at_once = False
+
     def evict_for_alloc(self, params: EvictParams, **kwargs: Any) -> EvictResult:
-        result = super().evict_for_alloc(params, **kwargs)
+        # In the pools we serve every evicted slot is one more to allocate, so that the number to evict is known and need
+        # not be found by looking at the allocator after every victim.
+        assert kwargs.get("allocation_reclaim_satisfied") is None, "only hybrid pools reclaim jointly, and they are refused"
+        wanted = self.num_free_slots + params.num_tokens
+        result = self.evict(params)
+        if self.num_free_slots < wanted:
+            more = super().evict_for_alloc(EvictParams(num_tokens=wanted - self.num_free_slots), **kwargs)
+            result.num_tokens_evicted += more.num_tokens_evicted
         missing = params.num_tokens - result.num_tokens_evicted
         if missing > 0 and self.on_shortage():
             more = super().evict_for_alloc(EvictParams(num_tokens=missing), **kwargs)

@@ -4,9 +4,9 @@ Replaces (through the public registries ``register_tree_core_backend`` and ``Cac
 
 * ``sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore`` by :class:`LoraTreeCore`. A walk that belongs to
   an adapter or a mix starts at its node instead of at the root: ``match_prefix``, ``begin_insert``, ``resume_insert``,
-  ``match_full_device_prefix``, ``root_node_handle``. Leaves are kept in order (``LeafIndex``) instead of sorted per call.
+  ``match_full_device_prefix``, ``root_node_handle``. The walks themselves are in ``plain_core_hooks``.
 * ``sglang.srt.mem_cache.unified_cache.components.full.FullComponent`` by :class:`LoraFullComponent`: a lock that reaches a
-  mix node reaches the mix's members too, and victims come from the ordered index.
+  mix node reaches the mix's members too.
 
 A LoRA node is an ordinary node whose value is the adapter's slots, so leaf-first eviction and top-first loading *are* the
 usage dependency (ELORA, section V). A mix node owns one page (a node without a value is dead to the core) and has an edge
@@ -37,18 +37,16 @@ from sglang.srt.mem_cache.unified_cache.components import (
     CacheTransferPhase,
     ComponentType,
     EvictLayer,
-    FullComponent,
 )
-from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
 from sglang_lora_tree.radix.identity import BASE_IDENTITY, identity_of
-from sglang_lora_tree.radix.leaf_index import LeafIndex
+from sglang_lora_tree.radix.plain_core_hooks import PlainComponent, PlainTreeCore
 
 TREE_CORE_NAME = "lora_tree"
 
 # No tokenizer or multimodal hash makes these token numbers, so no request's key can meet a LoRA node's.
 _ADAPTER_TOKEN = -(1 << 40)
-_MONOTONE_POLICIES = frozenset({"lru", "lfu", "fifo", "filo", "priority", "slru"})
 
 
 @dataclass(eq=False)
@@ -93,14 +91,12 @@ class ResidencyListener:
     on_removed: Callable[[LoraNode], None] = field(default=lambda _: None)
 
 
-class LoraTreeCore(UnifiedTreeCore):
+class LoraTreeCore(PlainTreeCore):
     """The tree core; see the module's docstring. Called from the scheduler thread only, as SGLang's is."""
 
     def __init__(self, params: Any, components: dict[ComponentType, Any]) -> None:
-        assert tuple(components) == (ComponentType.FULL,), f"a plain KV pool has one component, got {tuple(components)}"
-        assert isinstance(components[ComponentType.FULL], LoraFullComponent), "the factory installs LoraFullComponent"
+        assert isinstance(components.get(ComponentType.FULL), LoraFullComponent), "the factory installs LoraFullComponent"
         self.listener = ResidencyListener()
-        self._monotone = params.eviction_policy.lower() in _MONOTONE_POLICIES
         super().__init__(params, components)
 
     def reset(self) -> None:
@@ -108,8 +104,6 @@ class LoraTreeCore(UnifiedTreeCore):
         self.virtual_root = self.root_node
         self.lora_nodes: dict[str, LoraNode] = {}
         self._by_node: dict[int, LoraNode] = {}
-        self.evictable_device_leaves = LeafIndex(self._eviction_priority)
-        self.evictable_host_leaves = LeafIndex(self._eviction_priority)
 
     # ---- Second layer ----
 
@@ -274,31 +268,13 @@ class LoraTreeCore(UnifiedTreeCore):
         return wanted, self.eviction_strategy.get_priority(node)
 
     def _is_device_leaf(self, node: UnifiedTreeNode) -> bool:
-        lora_node = self._by_node.get(node.id)
-        if lora_node is not None and lora_node.resident_mixes:
+        if not super()._is_device_leaf(node):
             return False
-        return super()._is_device_leaf(node)
-
-    def _touch_node(self, node: UnifiedTreeNode) -> None:
-        super()._touch_node(node)
-        if not self._monotone:
-            self.evictable_device_leaves.refresh(node)
-            self.evictable_host_leaves.refresh(node)
-
-    def _match_post_processor(self, params: Any, value: Any, best_match_node: UnifiedTreeNode, *args: Any, **kw: Any) -> Any:
-        result = super()._match_post_processor(params, value, best_match_node, *args, **kw)
-        if not self._monotone:
-            node: UnifiedTreeNode | None = best_match_node
-            while node is not None:
-                self.evictable_device_leaves.refresh(node)
-                self.evictable_host_leaves.refresh(node)
-                node = node.parent
-        return result
+        lora_node = self._by_node.get(node.id)
+        return lora_node is None or not lora_node.resident_mixes
 
     def _remove_leaf_from_parent(self, node: UnifiedTreeNode) -> None:
         super()._remove_leaf_from_parent(node)
-        self.evictable_device_leaves.discard(node)
-        self.evictable_host_leaves.discard(node)
         lora_node = self._by_node.pop(node.id, None)
         if lora_node is not None:
             del self.lora_nodes[lora_node.identity]
@@ -358,7 +334,7 @@ class LoraTreeCore(UnifiedTreeCore):
             stack.extend(node.children.values())
 
 
-class LoraFullComponent(FullComponent):
+class LoraFullComponent(PlainComponent):
     """SGLang's component for plain KV, aware of the second layer; see the module's docstring."""
 
     tree_core: LoraTreeCore
@@ -432,45 +408,3 @@ class LoraFullComponent(FullComponent):
             assert lora_node.resident_mixes == 0, f"{lora_node.identity} leaves below a resident mix"
             self.tree_core.note_evicted(lora_node)
         return super().evict_component(node, device_frees, host_frees, cache_actions, target)
-
-    # ---- Victims come from the ordered index ----
-
-    def _evict_device_start(self, request_cnt: int) -> None:
-        self._evict_device_request_cnt = request_cnt
-        self._evict_device_last_node = None
-        self._evict_device_heap = []
-        self._offered: list[UnifiedTreeNode] = []
-
-    def _evict_device_next_node(
-        self,
-        tracker: dict[ComponentType, int],
-        device_frees: dict[ComponentType, list[torch.Tensor]],
-        host_frees: dict[ComponentType, list[torch.Tensor]],
-        cache_actions: list[Any],
-    ) -> int | None:
-        if tracker[self.component_type] >= self._evict_device_request_cnt:
-            return None
-        node = self.tree_core.evictable_device_leaves.pop_lowest()
-        if node is None:
-            return None
-        self._offered.append(node)
-        return node.id
-
-    def _evict_device_end(self) -> None:
-        for node in self._offered:  # the cache may have declined some
-            self.tree_core.evictable_device_leaves.refresh(node)
-        self._offered = []
-
-    def drive_host_eviction(
-        self,
-        num_tokens: int,
-        tracker: dict[ComponentType, int],
-        device_frees: dict[ComponentType, list[torch.Tensor]],
-        host_frees: dict[ComponentType, list[torch.Tensor]],
-        cache_actions: list[Any],
-    ) -> None:
-        while tracker[self.component_type] < num_tokens:
-            node = self.tree_core.evictable_host_leaves.pop_lowest()
-            if node is None:
-                return
-            self.tree_core._evict_host_leaf(node, tracker, device_frees, host_frees, cache_actions=cache_actions)

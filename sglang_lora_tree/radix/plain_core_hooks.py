@@ -1,0 +1,333 @@
+"""SGLang's python tree core for a plain KV pool alone: the same tree and the same answers, in less time.
+
+Replaces methods of ``sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore`` and
+``sglang.srt.mem_cache.unified_cache.components.full.FullComponent``, whose general form serves several components a node
+(sliding window, Mamba): with one component the validators, partitions and per-component loops fall away. What it gives is
+in docs/tree-benchmark.md. In short:
+
+* walks compare tokens in place, instead of cutting the rest of the key and of the slots off at every node;
+* victims come from an ordered index (``LeafIndex``) instead of a heap built over every leaf at each call, and one eviction
+  step takes all the victims it needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.disaggregation.kv_events import StorageMedium
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.cache_action import FreeDeviceKV
+from sglang.srt.mem_cache.unified_cache.components import (
+    BASE_COMPONENT_TYPE,
+    ComponentType,
+    EvictLayer,
+    FullComponent,
+    get_and_increase_time_counter,
+)
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode, _InsertPhase
+
+from sglang_lora_tree.radix.leaf_index import LeafIndex
+
+# Policies whose value of a leaf only grows while it stays a leaf: the index corrects those lazily.
+_MONOTONE_POLICIES = frozenset({"lru", "lfu", "fifo", "filo", "priority", "slru"})
+_SHORT = 8192  # tokens compared at a time: they and the result stay in the processor's cache
+_ROOT_PATH_STEP = 0.00001  # a node is a little older than the one below it, as in SGLang's own walk
+
+
+def child_key(key: RadixKey, offset: int, page_size: int) -> Any:
+    """``RadixKey.child_key_at``, without its checks in the usual case."""
+    if page_size > 1 or key.is_bigram or key.cache_salt is not None:
+        return key.child_key_at(offset, page_size)
+    token = key.token_ids[offset]
+    return token if key.extra_key is None else (key.extra_key, token)
+
+
+def common_prefix(edge: RadixKey, key: RadixKey, offset: int, page_size: int) -> int:
+    """Tokens that ``edge`` shares with ``key`` from ``offset`` on, in whole pages; ``RadixKey.match_at`` with less copying."""
+    left, right = edge.token_ids, key.token_ids
+    if edge.is_bigram or key.is_bigram or left.itemsize != 8 or right.itemsize != 8:
+        return edge.match_at(key, offset, page_size)
+    length = min(len(edge), len(key) - offset)
+    # Most edges match whole, and for short ones one comparison of arrays is quickest.
+    if length <= _SHORT and length == len(left) and left == right[offset : offset + length]:
+        return length // page_size * page_size
+    ours = np.frombuffer(left, np.int64, length)
+    theirs = np.frombuffer(right, np.int64, length, offset * 8)
+    for start in range(0, length, _SHORT):
+        different = ours[start : start + _SHORT] != theirs[start : start + _SHORT]
+        first = int(different.argmax())
+        if different[first]:
+            length = start + first
+            break
+    return length // page_size * page_size
+
+
+class PlainTreeCore(UnifiedTreeCore):
+    """See the module's docstring; answers are SGLang's, call for call (tests/radix/test_plain_core_hooks.py)."""
+
+    def __init__(self, params: Any, components: dict[ComponentType, Any]) -> None:
+        assert tuple(components) == (BASE_COMPONENT_TYPE,), f"a plain KV pool has one component, got {tuple(components)}"
+        self._monotone = params.eviction_policy.lower() in _MONOTONE_POLICIES
+        super().__init__(params, components)
+
+    def reset(self) -> None:
+        super().reset()
+        self.evictable_device_leaves = LeafIndex(self._eviction_priority)
+        self.evictable_host_leaves = LeafIndex(self._eviction_priority)
+
+    # ---- Match ----
+
+    def _match_prefix_helper(self, key: RadixKey, params: MatchPrefixParams) -> MatchResult:
+        page_size, total = self.page_size, len(key)
+        node = best = device = self.root_node
+        offset = device_length = host_length = resident_length = 0
+        action = None
+        while offset < total:
+            child = node.children.get(child_key(key, offset, page_size))
+            if child is None:
+                break
+            data = child.component_data[BASE_COMPONENT_TYPE]
+            if data.value is None and data.host_value is None:
+                break  # neither tier has it: nothing below can be used
+            edge = child.key
+            matched = common_prefix(edge, key, offset, page_size)
+            is_split = matched < len(edge)
+            if is_split:
+                child, action = self._split_node(edge, child, matched)
+                data = child.component_data[BASE_COMPONENT_TYPE]
+            node = child
+            offset += matched
+            if data.value is not None:
+                resident_length += matched
+                best = device = node
+                device_length, host_length = resident_length, 0
+            elif self.enable_hicache:
+                best = node
+                host_length += matched
+            if is_split:
+                break
+
+        # The path counts as used, each node a little before the one below it.
+        now = float(get_and_increase_time_counter())
+        above: UnifiedTreeNode | None = best
+        while above is not None:
+            above.last_access_time = now
+            now -= _ROOT_PATH_STEP
+            if not self._monotone:
+                self.evictable_device_leaves.refresh(above)
+                self.evictable_host_leaves.refresh(above)
+            above = above.parent
+
+        return MatchResult(
+            device_prefix_len=device_length,
+            last_device_node=device.id,
+            last_host_node=(best if self.enable_hicache else device).id,
+            best_match_node=best.id,
+            last_visited_node_id=None if node is self.root_node else node.id,
+            host_hit_length=host_length,
+            full_kv_hit_length=offset,
+            cache_actions=[] if action is None else [action],
+        )
+
+    # ---- Insert ----
+
+    def _insert_walk_step(self, state: Any) -> None:
+        """Walk down to where the key leaves the tree, or to a backup that has to be carried out first.
+
+        ``state.key`` and ``state.value`` stay whole until the walk is over.
+        """
+        key, value, params, total = state.key, state.value, state.params, len(state.key)
+        offset = state.total_prefix_length
+        while offset < total:
+            node = state.node.children.get(child_key(key, offset, self.page_size))
+            if node is None:
+                break
+            self._touch_node(node)
+            matched = common_prefix(node.key, key, offset, self.page_size)
+            if matched < len(node.key):
+                node, action = self._split_node(node.key, node, matched)
+                if action is not None:
+                    state.pending_actions.append(action)
+            node.priority = max(node.priority, state.priority)
+            end = offset + matched
+            if node.component_data[BASE_COMPONENT_TYPE].value is None:
+                self._unevict_node_on_insert(node, value[offset:end], session_id=params.session_id)
+                state.result.record_adopted_range(BASE_COMPONENT_TYPE, offset, end)
+            else:
+                duplicate = max(offset, params.prev_prefix_len)
+                if duplicate < end:
+                    state.pending_actions.append(FreeDeviceKV([value[duplicate:end]]))
+            offset = state.total_prefix_length = end
+            state.node = node
+            # Nodes this request already inserted were counted back then.
+            if end > params.inserted_len and self._inc_hit_count_and_check(node):
+                state.pending_actions.append(self._build_backup_kv_action(node))
+                return
+        if offset:
+            state.key, state.value = key[offset:], value[offset:]
+        state.phase = _InsertPhase.COMMIT
+
+    def _split_node(self, key: RadixKey, child: UnifiedTreeNode, split_len: int) -> tuple[UnifiedTreeNode, Any]:
+        # SGLang cuts the whole rest of the key off to read its first page.
+        return super()._split_node(key[: split_len + self.page_size], child, split_len)
+
+    def _touch_node(self, node: UnifiedTreeNode) -> None:
+        node.last_access_time = float(get_and_increase_time_counter())
+        if not self._monotone:
+            self.evictable_device_leaves.refresh(node)
+            self.evictable_host_leaves.refresh(node)
+
+    def _new_node(self, priority: int = 0) -> UnifiedTreeNode:
+        node = super()._new_node(priority)
+        # SGLang's clock gives numpy scalars, which compare several times slower than floats.
+        node.last_access_time, node.creation_time = float(node.last_access_time), float(node.creation_time)
+        return node
+
+    # ---- Leaves ----
+
+    def _update_evictable_leaf_sets(self, node: UnifiedTreeNode) -> None:
+        if self._is_device_leaf(node):
+            self.evictable_device_leaves.add(node)
+            self.evictable_host_leaves.discard(node)
+            return
+        self.evictable_device_leaves.discard(node)
+        if self._is_host_leaf(node):
+            self.evictable_host_leaves.add(node)
+        else:
+            self.evictable_host_leaves.discard(node)
+
+    def _remove_leaf_from_parent(self, node: UnifiedTreeNode) -> None:
+        super()._remove_leaf_from_parent(node)
+        self.evictable_device_leaves.discard(node)
+        self.evictable_host_leaves.discard(node)
+
+    def _delete_unbacked_device_leaf(
+        self,
+        node: UnifiedTreeNode,
+        tracker: dict[ComponentType, int],
+        device_frees: dict[ComponentType, list[torch.Tensor]],
+        host_frees: dict[ComponentType, list[torch.Tensor]],
+        cache_actions: list[Any],
+    ) -> None:
+        self.kv_events.record_remove(node, medium=StorageMedium.GPU)
+        freed, _ = self.components[0].evict_component(node, device_frees, host_frees, cache_actions, EvictLayer.ALL)
+        tracker[BASE_COMPONENT_TYPE] += freed
+        if self._is_tracking_unbacked_tokens:
+            self._tracked_unbacked_tokens += freed
+        parent = node.parent
+        self._remove_leaf_from_parent(node)
+        self._update_evictable_leaf_sets(parent)
+        if not parent.children and parent.component_data[BASE_COMPONENT_TYPE].value is None:
+            self._iteratively_delete_tombstone_leaf(
+                node, tracker, device_frees=device_frees, host_frees=host_frees, cache_actions=cache_actions
+            )
+
+    def _eviction_priority(self, node: UnifiedTreeNode) -> Any:
+        """What the index sorts by: lower leaves first."""
+        return self.eviction_strategy.get_priority(node)
+
+    def _is_device_leaf(self, node: UnifiedTreeNode) -> bool:
+        data = node.component_data[BASE_COMPONENT_TYPE]
+        if data.value is None or data.lock_ref > 0 or node is self.root_node:
+            return False
+        # Newest first: the oldest of many children are those that have left the GPU already.
+        return all(child.component_data[BASE_COMPONENT_TYPE].value is None for child in reversed(node.children.values()))
+
+    def _is_host_leaf(self, node: UnifiedTreeNode) -> bool:
+        if node.children:
+            return False
+        data = node.component_data[BASE_COMPONENT_TYPE]
+        return (
+            data.value is None
+            and data.host_value is not None
+            and data.host_lock_ref == 0
+            and data.lock_ref == 0
+            and node is not self.root_node
+        )
+
+
+class PlainComponent(FullComponent):
+    """SGLang's component for plain KV, with victims from the ordered index."""
+
+    tree_core: PlainTreeCore
+    evicts_at_once = False
+    """Whether a step takes all victims of the request: not if the caller may stop before that (``evict_for_alloc``)."""
+
+    def evict_component(
+        self,
+        node: UnifiedTreeNode,
+        device_frees: dict[ComponentType, list[torch.Tensor]],
+        host_frees: dict[ComponentType, list[torch.Tensor]],
+        cache_actions: list[Any],
+        target: EvictLayer = EvictLayer.DEVICE,
+    ) -> tuple[int, int]:
+        data = node.component_data[self.component_type]
+        freed = host_freed = 0
+        # Layers are compared by identity: a flag's "in" costs more than the rest of this.
+        if target is not EvictLayer.HOST and data.value is not None:
+            device_frees[self.component_type].append(data.value)
+            freed = data.value.shape[0]
+            self.tree_core.component_evictable_size_[self.component_type] -= freed
+        if target is not EvictLayer.DEVICE and data.host_value is not None:
+            host_freed = data.host_value.shape[0]
+            host_frees[self.component_type].append(data.host_value)
+            data.host_value = None
+        return freed, host_freed
+
+    def _evict_device_start(self, request_cnt: int) -> None:
+        self._evict_device_request_cnt = request_cnt
+        self._evict_device_last_node = None
+        self._evict_device_heap = []
+        self._offered: list[UnifiedTreeNode] = []
+
+    def _evict_device_next_node(
+        self,
+        tracker: dict[ComponentType, int],
+        device_frees: dict[ComponentType, list[torch.Tensor]],
+        host_frees: dict[ComponentType, list[torch.Tensor]],
+        cache_actions: list[Any],
+    ) -> int | None:
+        """Name the next victim, or evict all that was asked for here (nothing must be copied out first)."""
+        core = self.tree_core
+        leaves = core.evictable_device_leaves
+        while tracker[self.component_type] < self._evict_device_request_cnt:
+            node = leaves.pop_lowest()
+            if node is None:
+                break
+            if not self.evicts_at_once or core.is_write_back:
+                self._offered.append(node)
+                return node.id
+            evict = core._demote if node.backuped else core._delete_unbacked_device_leaf
+            evict(node, tracker, device_frees, host_frees, cache_actions=cache_actions)
+        _join(device_frees)
+        return None
+
+    def _evict_device_end(self) -> None:
+        for node in self._offered:  # the cache may have declined some
+            self.tree_core.evictable_device_leaves.refresh(node)
+        self._offered = []
+
+    def drive_host_eviction(
+        self,
+        num_tokens: int,
+        tracker: dict[ComponentType, int],
+        device_frees: dict[ComponentType, list[torch.Tensor]],
+        host_frees: dict[ComponentType, list[torch.Tensor]],
+        cache_actions: list[Any],
+    ) -> None:
+        while tracker[self.component_type] < num_tokens:
+            node = self.tree_core.evictable_host_leaves.pop_lowest()
+            if node is None:
+                break
+            self.tree_core._evict_host_leaf(node, tracker, device_frees, host_frees, cache_actions=cache_actions)
+        _join(host_frees)
+
+
+def _join(frees: dict[ComponentType, list[torch.Tensor]]) -> None:
+    """One tensor instead of one per victim: the allocator copies its whole free list at each call."""
+    for component_type, values in frees.items():
+        if len(values) > 1:
+            frees[component_type] = [torch.cat(values)]
