@@ -63,8 +63,9 @@ def make_adapters(model: Path, folder: Path, configs: Mapping[str, dict[str, Any
 class Oracle:
     """PEFT on the same model: what every answer must equal. Mixes by ``cat``, which is exact."""
 
-    def __init__(self, model: Path, adapters: Mapping[str, Path]) -> None:
-        base = LlamaForCausalLM.from_pretrained(model, torch_dtype=torch.float32)
+    def __init__(self, model: Path, adapters: Mapping[str, Path], device: str = "cpu") -> None:
+        base = LlamaForCausalLM.from_pretrained(model, torch_dtype=torch.float32).to(device)
+        self.device = device
         names = iter(adapters.items())
         first, path = next(names)
         self.model = PeftModel.from_pretrained(base, path, adapter_name=first)
@@ -106,7 +107,7 @@ class Oracle:
         return name
 
     def _greedy(self, tokens: list[int], num_new: int) -> tuple[list[int], list[float]]:
-        ids = torch.tensor([tokens])
+        ids = torch.tensor([tokens], device=self.device)
         cache, new, logprobs = None, [], []
         for _ in range(num_new):
             output = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
@@ -115,7 +116,7 @@ class Oracle:
             token = int(distribution.argmax())
             new.append(token)
             logprobs.append(float(distribution[token]))
-            ids = torch.tensor([[token]])
+            ids = torch.tensor([[token]], device=self.device)
         return new, logprobs
 
 

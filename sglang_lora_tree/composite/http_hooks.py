@@ -39,6 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -199,9 +200,13 @@ def accept_model(original: Callable[..., Any], serving: Any, model: str | None) 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     ("sglang.srt.entrypoints.http_server.ORJSONRequest.json", read_mixes, HookType.AROUND),
     ("sglang.srt.entrypoints.http_server._setup_and_run_http_server", prepare_app, HookType.BEFORE),
-    (
-        "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses._validate_model",
-        accept_model,
-        HookType.AROUND,
-    ),
 ]
+if find_spec("openai_harmony") is not None:
+    # Without that package SGLang has no /v1/responses, and the module cannot be imported.
+    HOOKS.append(
+        (
+            "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses._validate_model",
+            accept_model,
+            HookType.AROUND,
+        )
+    )

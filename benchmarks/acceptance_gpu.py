@@ -1,0 +1,402 @@
+"""Acceptance on a GPU, in one run: exact answers with graphs off and on, bf16 error, the 8B shape, swap-in rate.
+
+    python -m benchmarks.acceptance_gpu [--phases eager graphs bf16 llama8b] [--out FOLDER]
+
+Needs one GPU (24 GB; the 8B shape needs 40 GB), SGLang 0.5.23 and this package. Nothing is downloaded: models and adapters
+are random (speed does not depend on the weights; exactness is against PEFT on the same weights, in float32). What each
+phase measures is said at its function. Results: ``acceptance_<gpu>.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import results
+from benchmarks.server import Server
+from tests.models import ALL_LINEAR, Oracle, make_adapters, make_llama
+
+Records = list[dict[str, Any]]
+Mix = Mapping[str, float]
+
+SMALL_ADAPTERS: dict[str, dict[str, Any]] = {
+    "a": {"r": 16, "lora_alpha": 32, "target_modules": ALL_LINEAR},
+    "b": {"r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+    "c": {"r": 32, "lora_alpha": 16, "target_modules": ["gate_proj", "up_proj", "down_proj"], "use_rslora": True},
+    "d": {"r": 3, "lora_alpha": 9, "target_modules": ALL_LINEAR, "rank_pattern": {"o_proj": 40}},
+}
+SMALL_MIXES: tuple[Mix | None, ...] = (
+    None,
+    {"a": 1.0},
+    {"b": 1.0},
+    {"c": 1.0},
+    {"d": 1.0},
+    {"a": 0.5},
+    {"a": 0.7, "b": 0.3},
+    {"c": 0.5, "d": -0.25},
+    {"a": 0.4, "b": 0.4, "c": 0.4, "d": 0.4},
+)
+
+
+def text(mix: Mix | None) -> str | None:
+    """A mix as ``lora_path``."""
+    return None if mix is None else json.dumps(mix)
+
+
+# ---- Exactness over the server ----
+
+
+def check_answers(server: Server, oracle: Oracle, rng: random.Random, label: str) -> tuple[int, float, float]:
+    """Greedy answers for every mix, alone and 32 in a batch, twice (the second time from history KV).
+
+    Returns:
+        Answers whose tokens differ from PEFT's; the largest difference of a token's log probability, with adapters and for
+        the base model.
+    """
+    prompts = [[rng.randrange(2, 4000) for _ in range(rng.randrange(20, 300))] for _ in range(32)]
+    mixes = [SMALL_MIXES[index % len(SMALL_MIXES)] for index in range(32)]
+    wanted = [oracle._run(prompt, 128 if index < 4 else 24, mix) for index, (prompt, mix) in enumerate(zip(prompts, mixes, strict=True))]
+    wrong, worst, worst_base = 0, 0.0, 0.0
+
+    def compare(index: int, answer: Any) -> None:
+        nonlocal wrong, worst, worst_base
+        tokens, logprobs = wanted[index]
+        if answer["output_ids"] != tokens:
+            wrong += 1
+            print(f"{label}: {mixes[index]} answers {answer['output_ids'][:8]}..., PEFT {tokens[:8]}...")
+            return
+        difference = max(
+            abs(want - got[0]) for want, got in zip(logprobs, answer["meta_info"]["output_token_logprobs"], strict=True)
+        )
+        if mixes[index] is None:
+            worst_base = max(worst_base, difference)
+        else:
+            worst = max(worst, difference)
+
+    def body(index: int) -> dict[str, Any]:
+        return {
+            "input_ids": prompts[index],
+            "lora_path": text(mixes[index]),
+            "sampling_params": {"temperature": 0, "max_new_tokens": len(wanted[index][0]), "ignore_eos": True},
+            "return_logprob": True,
+        }
+
+    for _ in range(2):
+        for index in range(len(SMALL_MIXES)):
+            compare(index, server.generate(**body(index)))
+        with ThreadPoolExecutor(32) as pool:
+            for index, answer in enumerate(pool.map(lambda index: server.generate(**body(index)), range(32))):
+                compare(index, answer)
+    return wrong, worst, worst_base
+
+
+def exactness(work: Path, name: str, arguments: Sequence[str], environment: Mapping[str, str], note: str) -> Records:
+    """Every adapter and mix against PEFT in float32, before and after everything was swapped out and back."""
+    model = make_llama(work / "small", heads=16, kv_heads=8, layers=4, hidden=1024, vocab=4096)
+    adapters = make_adapters(model, work / "small_adapters", SMALL_ADAPTERS)
+    oracle = Oracle(model, adapters, device="cuda")
+    rng = random.Random(11)
+    paths = [f"{key}={path}" for key, path in adapters.items()]
+    options = ["--model-path", str(model), "--skip-tokenizer-init", "--lora-tree", "--dtype", "float32"]
+    options += ["--max-total-tokens", "24000", "--hicache-ratio", "2", "--sampling-backend", "pytorch", "--lora-paths", *paths]
+    with Server([*options, *arguments], work / f"{name}.log", environment) as server:
+        wrong, worst, worst_base = check_answers(server, oracle, rng, name)
+        before = server.tree()["counters"]["swap_outs"]
+        for start in range(0, 12):  # base prompts that fill the pool push everything out
+            prompt = [rng.randrange(2, 4000) for _ in range(3000)]
+            server.generate(input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": 1})
+        swapped = server.tree()["counters"]["swap_outs"] - before
+        again, worst_again, worst_base_again = check_answers(server, oracle, rng, name + " after swap")
+        tree = server.tree()
+    del oracle
+    torch.cuda.empty_cache()
+    worst, worst_base = max(worst, worst_again), max(worst_base, worst_base_again)
+    return [
+        results.record(f"exact_wrong_answers/{name}", wrong + again, "answers", limit="value <= 0", note=note),
+        results.record(
+            f"exact_logprob_difference/{name}",
+            worst,
+            "nats",
+            baseline=("the base model without adapters", worst_base),
+            limit="value <= 0.0001",
+            note=f"{note}; largest over 164 answers of 24 to 128 tokens, {swapped} adapters swapped out in between",
+        ),
+        results.record(f"invalid_kv/{name}", tree["invalid_kv"], "tokens", limit="value <= 0"),
+    ]
+
+
+# ---- bf16 against float64 ----
+
+
+def bf16_error(work: Path) -> Records:
+    """Error of one layer's bf16 output against float64: base GEMM + our kernels, against a GEMM with merged bf16 weights."""
+    from sglang_lora_tree.kernels import AdapterTable, Pairs, PoolView, add_lora
+
+    torch.manual_seed(0)
+    width, rank, tokens, layers, device = 1024, 16, 256, 1, "cuda"
+    records: Records = []
+    for module, d_in, d_out in ((3, 4096, 4096), (4, 4096, 14336), (6, 14336, 4096)):
+        weight = (torch.randn(d_out, d_in, device=device) / d_in**0.5).bfloat16()
+        x = torch.randn(tokens, d_in, device=device).bfloat16()
+        members = [(index, share) for index, share in enumerate((0.5, 0.3, 0.7))]
+        factors = [
+            ((torch.randn(rank, d_in, device=device) / d_in**0.5).bfloat16(), (torch.randn(d_out, rank, device=device) * 0.3).bfloat16())
+            for _ in members
+        ]
+        chunks_in, chunks_out = -(-d_in // width), -(-d_out // width)
+        n = -(-rank * (chunks_in + chunks_out) // (2 * layers))
+        planes = [torch.full((4 * n, width), torch.nan, dtype=torch.bfloat16, device=device) for _ in range(2 * layers)]
+        table = AdapterTable(len(members), 4 * n, layers, 64, device)
+        order = torch.randperm(4 * n, device=device)
+        for index, (a, b) in enumerate(factors):
+            slots = order[index * n : (index + 1) * n]
+            rows = torch.zeros(2 * layers * n, width, dtype=torch.bfloat16, device=device)
+            pad_a = torch.zeros(rank, chunks_in * width, dtype=torch.bfloat16, device=device)
+            pad_b = torch.zeros(rank, chunks_out * width, dtype=torch.bfloat16, device=device)
+            pad_a[:, :d_in], pad_b[:, :d_out] = a, b.t()
+            packed = torch.cat([pad_a.view(-1, width), pad_b.view(-1, width)])
+            rows[: len(packed)] = packed
+            for plane, part in zip(planes, rows.split(n), strict=True):
+                plane[slots] = part
+            row_start = torch.full((layers, 7), -1, dtype=torch.int32)
+            ranks = torch.zeros((layers, 7), dtype=torch.int32)
+            row_start[0, module], ranks[0, module] = 0, rank
+            table.write(index, slots, row_start, ranks, torch.ones((layers, 7)))
+        table.flush()
+        pairs = Pairs.allocate(1, tokens, len(members), device)
+        pairs.update([tokens], [members])
+        ours = x @ weight.t()
+        add_lora(ours, x, table, PoolView.from_planes(planes), pairs, 0, (module,), (0,), (d_out,))
+        delta = sum(share * (b.double() @ a.double()) for (_, share), (a, b) in zip(members, factors, strict=True))
+        exact = x.double() @ (weight.double() + delta).t()
+        merged = x @ (weight.double() + delta).bfloat16().t()
+        error = float((ours.double() - exact).norm() / exact.norm())
+        merged_error = float((merged.double() - exact).norm() / exact.norm())
+        records.append(
+            results.record(
+                f"bf16_error/{d_in}x{d_out}",
+                error,
+                "relative",
+                baseline=("merged bf16 weights", merged_error),
+                limit="ratio <= 1.1",
+                note="mix of 3 at rank 16, 256 tokens, scattered slots, against float64",
+            )
+        )
+    return records
+
+
+# ---- The 8B shape ----
+
+
+def llama8b(work: Path) -> Records:
+    """Llama-3-8B's shape, random weights, bf16: 32 requests of 256 + 128 tokens, base, 8 adapters, mixes of 3; then 8 adapters
+    swapped in by one load operation, against a plain pinned copy of as many bytes."""
+    folder = make_llama8b_config(work / "llama8b")
+    adapters = {f"x{index}": write_adapter(work / f"x{index}", index) for index in range(8)}
+    options = ["--model-path", str(folder), "--load-format", "dummy", "--skip-tokenizer-init", "--lora-tree"]
+    options += ["--dtype", "bfloat16", "--attention-backend", "triton", "--sampling-backend", "pytorch"]
+    options += ["--cuda-graph-max-bs-decode", "32", "--cuda-graph-backend-prefill", "disabled"]
+    options += ["--max-total-tokens", "40000", "--hicache-ratio", "1.5", "--mem-fraction-static", "0.6"]
+    options += ["--lora-paths", *(f"{name}={path}" for name, path in adapters.items())]
+    rng = random.Random(5)
+    names = list(adapters)
+    cases: dict[str, Callable[[int], Mix | None]] = {
+        "base": lambda _: None,
+        "8_adapters": lambda index: {names[index % 8]: 1.0},
+        "mixes_of_3": lambda index: {names[(index + step) % 8]: weight for step, weight in ((0, 0.5), (1, 0.3), (3, 0.2))},
+    }
+    records: Records = []
+    with Server(options, work / "llama8b.log") as server:
+        speed: dict[str, float] = {}
+        for case, choose in cases.items():
+            run_32(server, rng, choose, 16)  # compiles kernels, brings adapters in
+            speed[case] = statistics.median(run_32(server, rng, choose, 128) for _ in range(3))
+        for case in ("8_adapters", "mixes_of_3"):
+            records.append(
+                results.record(
+                    f"serve_8b/{case}",
+                    speed[case],
+                    "tokens/s",
+                    baseline=("the base model, same server", speed["base"]),
+                    note="32 parallel requests, 256 prompt + 128 new tokens, decode graphs, first correct kernels",
+                )
+            )
+        everything = {name: 0.125 for name in names}
+        rates = []
+        for _ in range(3):
+            for _ in range(5):  # push the adapters out
+                batch = [[rng.randrange(2, 120000) for _ in range(7500)]] * 1
+                server.generate(input_ids=batch[0], sampling_params={"temperature": 0, "max_new_tokens": 1})
+            before = server.tree()["counters"]
+            start = time.monotonic()
+            server.generate(
+                input_ids=[rng.randrange(2, 120000) for _ in range(8)],
+                lora_path=text(everything),
+                sampling_params={"temperature": 0, "max_new_tokens": 1},
+            )
+            first_token = time.monotonic() - start
+            after = server.tree()["counters"]
+            moved, seconds = after["load_bytes"] - before["load_bytes"], after["load_seconds"] - before["load_seconds"]
+            swap_ins = after["swap_ins"] - before["swap_ins"]
+            print(f"swap-in: {swap_ins} adapters, {moved / 1e6:.0f} MB in {seconds * 1e3:.2f} ms; first token {first_token * 1e3:.0f} ms")
+            if seconds > 0 and swap_ins == 8:
+                rates.append((moved / seconds / 1e9, moved, first_token))
+        tree = server.tree()
+    if rates:
+        rate = statistics.median(rate for rate, _, _ in rates)
+        copy = pinned_copy_rate(int(rates[0][1]))
+        records.append(
+            results.record(
+                "swap_in_rate/8_adapters",
+                rate,
+                "GB/s",
+                baseline=("pinned host-to-device copy of as many bytes", copy),
+                limit="ratio >= 0.8",
+                note=f"one load operation, start event to finish event; first token after {rates[0][2] * 1e3:.0f} ms",
+            )
+        )
+    records.append(results.record("invalid_kv/llama8b", tree["invalid_kv"], "tokens", limit="value <= 0"))
+    return records
+
+
+def run_32(server: Server, rng: random.Random, choose: Callable[[int], Mix | None], num_new: int) -> float:
+    """Tokens per second of 32 parallel requests."""
+    prompts = [[rng.randrange(2, 120000) for _ in range(256)] for _ in range(32)]
+    start = time.monotonic()
+    with ThreadPoolExecutor(32) as pool:
+        answers = list(
+            pool.map(
+                lambda index: server.generate(
+                    input_ids=prompts[index],
+                    lora_path=text(choose(index)),
+                    sampling_params={"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True},
+                ),
+                range(32),
+            )
+        )
+    assert all(len(answer["output_ids"]) == num_new for answer in answers)
+    return 32 * num_new / (time.monotonic() - start)
+
+
+def pinned_copy_rate(num_bytes: int) -> float:
+    """GB/s of a plain copy from pinned host memory, median of 9."""
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(12):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        device.copy_(host, non_blocking=True)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return num_bytes / statistics.median(times[3:]) / 1e9
+
+
+def make_llama8b_config(folder: Path) -> Path:
+    """Only a config: the server makes random weights (``--load-format dummy``)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_adapter(folder: Path, seed: int, rank: int = 16) -> Path:
+    """A random rank-16 adapter of the 8B shape on all linear layers, without building the model."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    widths = {
+        "self_attn.q_proj": (4096, 4096),
+        "self_attn.k_proj": (4096, 1024),
+        "self_attn.v_proj": (4096, 1024),
+        "self_attn.o_proj": (4096, 4096),
+        "mlp.gate_proj": (4096, 14336),
+        "mlp.up_proj": (4096, 14336),
+        "mlp.down_proj": (14336, 4096),
+    }
+    tensors = {}
+    for layer in range(32):
+        for name, (d_in, d_out) in widths.items():
+            key = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{key}.lora_A.weight"] = (torch.randn(rank, d_in, generator=generator) / d_in**0.5).bfloat16()
+            tensors[f"{key}.lora_B.weight"] = (torch.randn(d_out, rank, generator=generator) * 0.01).bfloat16()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ALL_LINEAR, "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+FLOAT32 = {
+    "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",  # SGLang's norms on CUDA know half precision only
+    "TRITON_F32_DEFAULT": "ieee",  # Triton's attention would multiply in TF32
+}
+
+PHASES: dict[str, Callable[[Path], Records]] = {
+    "bf16": bf16_error,
+    "eager": lambda work: exactness(
+        work, "eager", ["--attention-backend", "torch_native"], FLOAT32, "float32, torch_native attention, no graphs"
+    ),
+    "graphs": lambda work: exactness(
+        work,
+        "graphs",
+        ["--attention-backend", "triton", "--cuda-graph-max-bs-decode", "32", "--cuda-graph-backend-prefill", "disabled"],
+        FLOAT32,
+        "float32, triton attention with IEEE dots, decode CUDA graphs",
+    ),
+    "llama8b": llama8b,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
+    parser.add_argument("--out", type=Path, default=results.RESULTS)
+    arguments = parser.parse_args()
+    records: Records = []
+    machine = results.hardware().lower().rpartition(" ")[2]
+    with tempfile.TemporaryDirectory() as folder:
+        for phase in arguments.phases:
+            start = time.monotonic()
+            try:
+                records += PHASES[phase](Path(folder))
+            except Exception as error:
+                print(f"{phase} failed: {error}")
+            print(f"{phase}: {time.monotonic() - start:.0f} s", flush=True)
+            results.write("acceptance", machine, records, arguments.out)
+            for log in Path(folder).glob("*.log"):
+                (arguments.out / log.name).write_text(log.read_text()[-200000:])
+    print(results.table(records))
+
+
+if __name__ == "__main__":
+    main()
