@@ -42,7 +42,7 @@ class SnapshotMaker:
         return self._add(parent, kind="kv", slots=slots, **fields)
 
     def snapshot(self):
-        slots = {tier: {kind: 0 for kind in ("adapter", "mix", "history_kv", "running_kv")} for tier in ("gpu", "host")}
+        slots = {tier: dict.fromkeys(("adapter", "mix", "history_kv", "running_kv"), 0) for tier in ("gpu", "host")}
         for entry in self.nodes[1:]:
             for tier in ("gpu", "host"):
                 running = tier == "gpu" and entry["locks"]
@@ -50,7 +50,7 @@ class SnapshotMaker:
                 slots[tier][kind] += entry["slots"] if entry[tier] else 0
         for tier in slots:
             slots[tier]["free"] = 100 + sum(slots[tier].values()) // 2
-        tiers = {tier: 0 for tier in ("gpu", "loading", "host", "disk")}
+        tiers = dict.fromkeys(("gpu", "loading", "host", "disk"), 0)
         for adapter in self.registered.values():
             tiers[adapter["tier"]] += 1
         return {

@@ -66,5 +66,5 @@ def test_the_most_visited_adapters_are_kept():
 
 @pytest.mark.parametrize("answer", [{}, {"nodes": 3, "pool": {}}, {"nodes": [], "pool": {}}])
 def test_what_is_no_tree_is_refused(answer):
-    with pytest.raises(ValueError, match="no (tree|virtual root) in it"):
+    with pytest.raises(ValueError, match=r"no (tree|virtual root) in it"):
         build(answer)
