@@ -29,7 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has printed the usage or the help
         return EXIT_USAGE if stop.code else EXIT_OK
     try:
-        return show_tree(options)
+        code = show_tree(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
     except CommandError as error:
         print(f"sglang-lora-tree: {error}", file=sys.stderr)
         return EXIT_FAILED

@@ -1,6 +1,8 @@
 """The console command: exit codes, and messages that say what to do."""
 
 import json
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -59,6 +61,13 @@ def test_a_url_may_lack_its_scheme_or_end_in_a_slash(serve, capsys):
 def test_json_is_what_the_server_answers(serve, capsys):
     code, out, _ = run(capsys, "tree", serve(), "--json")
     assert code == 0 and json.loads(out) == json.loads(GOOD)
+
+
+def test_a_reader_that_stops_early_is_no_error(serve):
+    command = [sys.executable, "-m", "sglang_lora_tree.cli", "tree", serve(), "--all"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.wait(60) == 0 and process.stderr.read() == b""
 
 
 def test_png(serve, capsys, tmp_path):

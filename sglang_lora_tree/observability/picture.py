@@ -206,7 +206,7 @@ def _write(axes: Any, box: Box, label: str, note: str, ink: str, halo: bool = Fa
     """A name on the left of a box, its figures on the right."""
     from matplotlib.patheffects import withStroke
 
-    style: dict[str, Any] = {"va": "center", "color": ink, "zorder": 5}
+    style: dict[str, Any] = {"va": "center", "color": ink, "zorder": 5, "parse_math": False}  # names may hold a $
     if halo:
         style["path_effects"] = [withStroke(linewidth=2.5, foreground="white")]
     room = int(box.width / 0.071) - len(note) - 2
@@ -263,7 +263,7 @@ def _draw_footer(axes: Any, snapshot: dict[str, Any], height: float) -> None:
     if not snapshot.get("complete", True):
         notes.append("only a part of the KV nodes is listed")
     if notes:
-        axes.text(MARGIN, y, "     ".join(notes), fontsize=8, color=FAINT, va="center")
+        axes.text(MARGIN, y, "     ".join(notes), fontsize=8, color=FAINT, va="center", parse_math=False)
     x, y = MARGIN, height - 0.32
     for kind in ("adapter", "mix", "history_kv", "running_kv"):
         _swatch(axes, x, y, COLOURS[kind], COLOURS[kind])

@@ -95,10 +95,10 @@ def build(snapshot: dict[str, Any]) -> Node:
 def label_of(entry: dict[str, Any]) -> str:
     """What a node is called: an adapter's name, a mix as users write it, or how much KV."""
     if entry["kind"] == "adapter":
-        return str(entry["name"])
+        return printable(entry["name"])
     if entry["kind"] == "mix":
         return ", ".join(
-            member["name"] if member["weight"] is None else f"{member['name']}:{member['weight']:.6g}"
+            printable(member["name"]) + ("" if member["weight"] is None else f":{member['weight']:.6g}")
             for member in entry["members"]
         )
     return "KV" if entry["kind"] == "kv" else "virtual root"
@@ -151,7 +151,12 @@ def collapse(node: Node, lora_nodes: int, children: int, depth: int) -> Node:
 
 def names_on_disk(snapshot: dict[str, Any]) -> list[str]:
     """Registered adapters that are in no pool, so that the tree has no node for them."""
-    return sorted(name for name, adapter in snapshot["registered"].items() if adapter["tier"] == "disk")
+    return sorted(printable(name) for name, adapter in snapshot["registered"].items() if adapter["tier"] == "disk")
+
+
+def printable(name: str) -> str:
+    """A name that cannot steer a terminal."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in name)
 
 
 def counts(node: Node) -> list[str]:

@@ -17,6 +17,13 @@ def test_a_picture_of_any_tree_has_a_size_to_look_at(tmp_path, snapshot):
     assert 600 <= width <= 1000 and height <= 60 * (picture.MAX_ROWS * picture.ROW + 3)
 
 
+def test_names_with_signs_that_matplotlib_reads(tmp_path):
+    maker = SnapshotMaker()
+    maker.adapter(r"$\frac$ ^_ {")
+    maker.adapter("$x$ on disk $", tier="disk")
+    picture.draw_png(maker.snapshot(), tmp_path / "tree.png", dpi=40)
+
+
 def test_boxes_do_not_overlap():
     root = picture._fit(picture._with_base_model(picture.build(random_snapshot(8, 4, 50))))
     boxes = []

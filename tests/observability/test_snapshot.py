@@ -109,7 +109,7 @@ def test_a_load_under_way_shows(adapter_folders):
     from sglang_lora_tree.config import Settings
     from tests.radix.tree import Tree
 
-    with Tree(settings=Settings(delay_loads=5)) as tree:
+    with Tree(settings=Settings(delay_loads=5, disk_readers=0)) as tree:
         name = tree.load("math", adapter_folders["math"])
         assert tree.residency._start_reading(name)
         tree.finish_reads()

@@ -20,6 +20,12 @@ def test_the_tree_with_names_weights_tiers_visits_and_locks():
     assert TREE in render_text(small_snapshot())
 
 
+def test_names_cannot_steer_the_terminal():
+    maker = SnapshotMaker()
+    maker.adapter("a\x1b[2J\nb")
+    assert "adapter a\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}b  40" in render_text(maker.snapshot())
+
+
 def test_pools_adapters_counters():
     text = render_text(small_snapshot())
     assert "█ adapters 120, ▒ history KV 135, ░ running KV 1, · free" in text
