@@ -22,10 +22,11 @@ from .server import Server
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "examples" / "embedded_model"
 WIDE = {f"wide{index}": {"r": 14, "lora_alpha": 7, "target_modules": ALL_LINEAR} for index in range(5)}
-"""266 slots each: the small pool holds two of them, and few tokens beside."""
+"""Large ones: a small pool holds two of them, and few tokens beside."""
 TINY = {f"tiny{index}": {"r": 2, "lora_alpha": 4, "target_modules": ALL_LINEAR} for index in range(40)}
-"""38 slots each: together more than the host memory of the small server holds."""
-POOL = 600
+"""Together more than the host memory of a small server holds."""
+PATIENCE = 16
+"""Passes after which the oldest waiting request of the small server holds others back."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +38,22 @@ class Configuration:
     embedded: bool = False
 
 
-_TESTED = {"verify_invariants": True, "delay_loads": 5}
+_TESTED = {"verify_invariants": True, "delay_loads": 5, "patience_passes": PATIENCE}
 _SMALL = (
     "--skip-tokenizer-init",
-    *("--dtype", "float32"),
-    *("--max-total-tokens", str(POOL)),
-    *("--chunked-prefill-size", "32"),
-    *("--lora-tree", json.dumps(_TESTED)),
+    "--dtype",
+    "float32",
+    "--chunked-prefill-size",
+    "32",
+    "--lora-tree",
+    json.dumps(_TESTED),
 )
 CONFIGURATIONS = {
     # A pool far too small, loads held back with NaN in their rows, SGLang's leak check at every step.
-    "small": Configuration(_SMALL, {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}),
-    # The same on two ranks that compare their trees and decisions.
+    "small": Configuration((*_SMALL, "--max-total-tokens", "600"), {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}),
+    # The same on two ranks that compare their trees and decisions; adapters are larger where K and V are narrower.
     "tp2": Configuration(
-        (*_SMALL, "--tp", "2", "--page-size", "4"),
+        (*_SMALL, "--max-total-tokens", "900", "--tp", "2", "--page-size", "4"),
         {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"},
     ),
     # As a user starts it.
@@ -69,6 +72,10 @@ class Live:
     judge: Judge
     adapters: dict[str, Path]
     vocab: int
+
+    @property
+    def pool_size(self) -> int:
+        return int(self.server.tree()["pool"]["gpu_size"])
 
 
 def on(*names: str) -> pytest.MarkDecorator:

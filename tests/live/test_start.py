@@ -1,0 +1,179 @@
+"""Starting: what cannot be served exactly is refused before anything is served, and without the flag nothing changes.
+
+The arguments are resolved in one process of its own (hooks stay out of this one), which prints what came of each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_lora_tree.refusals import _RULES, find_refusals
+
+from .conftest import EMBEDDED
+from .server import Server
+
+MODEL = str(EMBEDDED / "model")
+REFUSED: list[tuple[list[str], str]] = [
+    (["--disable-radix-cache"], "prefix tree"),
+    (["--pp-size", "2"], "all layers"),
+    (["--dp-size", "2"], "router"),
+    (["--disaggregation-mode", "prefill"], "adapter slots for KV"),
+    (["--kv-cache-dtype", "fp8_e5m2"], "16 or 32 bits"),
+    (["--hicache-write-policy", "write_back"], "host parent"),
+    (["--hicache-storage-backend", "file"], "storage backend"),
+    (["--tokenizer-worker-num", "2"], "tokenizer"),
+    (["--enable-lora-overlap-loading"], "HiCache loads adapters"),
+    (["--enable-torch-compile"], "bypass"),
+    (["--enable-two-batch-overlap"], "tables"),
+    (["--enable-streaming-session"], "sessions"),
+    (["--cpu-offload-gb", "1"], "offloaded"),
+    (["--kv-events-config", '{"publisher": "null"}'], "events"),
+    (["--model-impl", "transformers"], "LoRA wrappers"),
+]
+"""Arguments beside --lora-tree, and what the refusal says."""
+WRONG_SETTINGS: list[tuple[str, str]] = [
+    ('{"max_member": 3}', "unknown settings max_member"),
+    ('{"max_rank": 0}', "max_rank = 0"),
+    ("nowhere.yaml", "nowhere.yaml"),
+    ("[1]", "[1]"),
+    ('{"max_rank": ', "neither JSON nor YAML"),
+]
+
+RESOLVE = """
+import contextlib, io, json, os, sys
+
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.server_args import prepare_server_args
+
+def resolve(arguments):
+    os.environ.pop("SGLANG_LORA_TREE", None)
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(errors):
+            config = prepare_server_args(arguments)
+            config.resolve_once()
+            config.check_server_args()
+            return config, None
+    except SystemExit:
+        return None, errors.getvalue()
+    except BaseException as error:
+        return None, f"{type(error).__name__}: {error}"
+
+def plain(config):
+    skipped = ("port", "nccl_port", "random_seed")
+    view = resolving_view(config)
+    return {name: repr(getattr(view, name)) for name in config.__struct_fields__ if name not in skipped}
+
+cases, stock_arguments, tree_arguments = json.load(sys.stdin)
+stock = plain(resolve(stock_arguments)[0])
+without_plugin = resolve(tree_arguments)[1]
+load_plugins()
+installed = plain(resolve(stock_arguments)[0])
+outcomes = [resolve(arguments)[1] for arguments in cases]
+served = plain(resolve(tree_arguments)[0])
+target = "sglang.srt.managers.scheduler.Scheduler.can_schedule_lora_req"
+HookRegistry._patched.discard(target)
+missing = resolve(tree_arguments)[1]
+print("RESULT" + json.dumps({
+    "outcomes": outcomes,
+    "changed": {name: [stock[name], installed[name]] for name in stock if stock[name] != installed[name]},
+    "without_plugin": without_plugin,
+    "served": served,
+    "missing": missing,
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def resolved() -> dict[str, Any]:
+    """What came of all arguments of this file."""
+    tree = ["--model-path", MODEL, "--lora-tree"]
+    cases = [[*tree, *arguments] for arguments, _ in REFUSED]
+    cases += [["--model-path", MODEL, "--lora-tree", settings] for settings, _ in WRONG_SETTINGS]
+    result = subprocess.run(
+        [sys.executable, "-c", RESOLVE],
+        input=json.dumps([cases, ["--model-path", MODEL], tree]),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    line = next((line for line in result.stdout.splitlines() if line.startswith("RESULT")), None)
+    assert line is not None, result.stdout[-4000:] + result.stderr[-4000:]
+    return json.loads(line.removeprefix("RESULT"))
+
+
+@pytest.mark.parametrize(("name", "served", "reason"), _RULES, ids=[rule[0] for rule in _RULES])
+def test_every_rule_refuses_and_says_why(name: str, served: tuple[Any, ...], reason: str) -> None:
+    """Each rule names the flag, its value, the reason and what is served; served values pass."""
+    refusals = find_refusals(SimpleNamespace(**{name: "something else"}))
+    assert len(refusals) == 1
+    assert "--" + name.replace("_", "-") in refusals[0] and "something else" in refusals[0] and reason in refusals[0]
+    assert str(served[0]) in refusals[0]
+    for value in served:
+        assert find_refusals(SimpleNamespace(**{name: value})) == []
+
+
+@pytest.mark.parametrize("index", range(len(REFUSED)), ids=[arguments[0] for arguments, _ in REFUSED])
+def test_arguments_are_refused(resolved: dict[str, Any], index: int) -> None:
+    """Real arguments, through SGLang's own parsing and resolution."""
+    arguments, says = REFUSED[index]
+    outcome = resolved["outcomes"][index]
+    assert outcome is not None, f"{arguments} starts"
+    assert "--lora-tree refuses to start" in outcome and arguments[0] in outcome and says in outcome, outcome
+
+
+@pytest.mark.parametrize("index", range(len(WRONG_SETTINGS)))
+def test_wrong_settings_are_refused(resolved: dict[str, Any], index: int) -> None:
+    """A setting that is unknown, out of range or unreadable stops the start, with its name."""
+    outcome = resolved["outcomes"][len(REFUSED) + index]
+    assert outcome is not None and WRONG_SETTINGS[index][1] in outcome, outcome
+
+
+def test_the_flag_implies_what_it_needs(resolved: dict[str, Any]) -> None:
+    """--lora-tree alone is enough."""
+    served = resolved["served"]
+    assert served["enable_lora"] == served["enable_hierarchical_cache"] == "True"
+    assert served["lora_backend"] == served["radix_cache_backend"] == "'lora_tree'"
+    assert served["max_loras_per_batch"] == "256"
+
+
+def test_without_the_flag_nothing_changes(resolved: dict[str, Any]) -> None:
+    """The installed plugin leaves every resolved argument of SGLang as it is."""
+    assert resolved["changed"] == {}
+
+
+def test_a_hook_that_did_not_take_stops_the_start(resolved: dict[str, Any]) -> None:
+    """The self-check names the hook."""
+    assert "did not take" in resolved["missing"] and "can_schedule_lora_req" in resolved["missing"]
+
+
+def test_without_the_plugin_the_flag_is_unknown(resolved: dict[str, Any]) -> None:
+    """Where the plugin is not loaded (SGLANG_PLUGINS leaves it out), nothing is served in silence."""
+    assert "--lora-tree" in resolved["without_plugin"]
+
+
+def test_an_unreadable_adapter_stops_the_start(tmp_path: Path) -> None:
+    """--lora-paths with a folder that cannot be served: the server does not start, and says which and what to do."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    config = json.loads((EMBEDDED / "adapters" / "math" / "adapter_config.json").read_text())
+    (broken / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    (broken / "adapter_model.safetensors").write_bytes(b"not safetensors")
+    server = Server(tmp_path / "log", ["--model-path", MODEL, "--lora-tree", "--lora-paths", f"bad={broken}"])
+    try:
+        assert server.process.wait(300) != 0
+    finally:
+        server.stop()
+    log = server.read_log()
+    assert f"--lora-paths bad={broken}" in log and "use_dora" in log and "merge" in log, server.tail()
