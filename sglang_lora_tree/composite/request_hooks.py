@@ -138,8 +138,23 @@ async def release_members(
         await original(registry, members)
 
 
+async def forget_unloaded(
+    original: Callable[..., Coroutine[Any, Any, Any]], tokenizer_manager: Any, obj: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND ``TokenizerManager.unload_lora_adapter``: what a user unloads is gone. SGLang would load it again on the next
+    use, as it does with adapters that max_loaded_loras evicted."""
+    if current_settings() is None:
+        return await original(tokenizer_manager, obj, *args, **kwargs)
+    ref = tokenizer_manager.lora_ref_cache.pop(obj.lora_name, None)
+    result = await original(tokenizer_manager, obj, *args, **kwargs)
+    if not result.success and ref is not None:
+        tokenizer_manager.lora_ref_cache.setdefault(obj.lora_name, ref)
+    return result
+
+
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     ("sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", settle_lora_path, HookType.BEFORE),
     ("sglang.srt.managers.tokenizer_manager.TokenizerManager._resolve_lora_path", acquire_members, HookType.AROUND),
+    ("sglang.srt.managers.tokenizer_manager.TokenizerManager.unload_lora_adapter", forget_unloaded, HookType.AROUND),
     ("sglang.srt.lora.lora_registry.LoRARegistry.release", release_members, HookType.AROUND),
 ]
