@@ -191,6 +191,26 @@ def test_unload_waits_for_every_mix_that_holds_the_adapter(tokenizer_manager):
     asyncio.run(body())
 
 
+@pytest.mark.parametrize("success", [True, False])
+def test_what_a_user_unloads_is_not_loaded_again_on_its_next_use(tokenizer_manager, success):
+    from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReqInput
+
+    async def update(obj):
+        return [LoRAUpdateOutput(success=success, error_message="" if success else "busy", loaded_adapters={})]
+
+    async def body():
+        tokenizer_manager.lora_update_lock = asyncio.Lock()
+        tokenizer_manager.pending_lora_unloads = {}
+        tokenizer_manager.update_lora_adapter_communicator = update
+        return await tokenizer_manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name="json"))
+
+    assert asyncio.run(body()).success == success
+    assert ("json" in tokenizer_manager.lora_ref_cache) != success
+    if success:
+        with pytest.raises(ValueError, match="no adapter is called 'json'"):
+            run(tokenizer_manager, lora_path="json")
+
+
 def test_without_the_flag_sglang_is_as_it_was(tokenizer_manager, monkeypatch):
     monkeypatch.delenv("SGLANG_LORA_TREE")
     assert run(tokenizer_manager, lora_path="math") == ("math=1", IDLE)
