@@ -32,7 +32,7 @@ class Settings:
     patience_passes: int = 64
     """Scheduling passes after which the oldest request that waits for its adapters keeps younger ones from bringing in new adapters."""
     disk_readers: int = 2
-    """Threads that read adapters from disk, beside the scheduler loop."""
+    """Processes that read adapters from disk, beside the scheduler; 0: a thread of the scheduler does (for tests)."""
     spool_dir: str | None = None
     """Where adapters loaded from tensors are kept as files; None: a private temporary folder, removed at exit."""
     host_reserve_gb: float | None = None
@@ -48,7 +48,7 @@ class Settings:
             ("max_rank", 1),
             ("max_resident_adapters", 1),
             ("patience_passes", 1),
-            ("disk_readers", 1),
+            ("disk_readers", 0),
             ("delay_loads", 0),
         ):
             value = getattr(self, field)

@@ -46,7 +46,9 @@ def make_llama(
     return folder
 
 
-def make_adapters(model: Path, folder: Path, configs: Mapping[str, dict[str, Any]] = ADAPTERS, seed: int = 1) -> dict[str, Path]:
+def make_adapters(
+    model: Path, folder: Path, configs: Mapping[str, dict[str, Any]] = ADAPTERS, seed: int = 1, std: float = 0.15
+) -> dict[str, Path]:
     """Save random adapters whose effect on the answers is large."""
     torch.manual_seed(seed)
     paths = {}
@@ -54,7 +56,7 @@ def make_adapters(model: Path, folder: Path, configs: Mapping[str, dict[str, Any
         peft = get_peft_model(LlamaForCausalLM.from_pretrained(model), LoraConfig(task_type="CAUSAL_LM", **config))
         for key, parameter in peft.named_parameters():
             if "lora_" in key:
-                torch.nn.init.normal_(parameter, std=0.15)
+                torch.nn.init.normal_(parameter, std=std)
         peft.save_pretrained(folder / name)
         paths[name] = folder / name
     return paths
@@ -63,15 +65,17 @@ def make_adapters(model: Path, folder: Path, configs: Mapping[str, dict[str, Any
 class Oracle:
     """PEFT on the same model: what every answer must equal. Mixes by ``cat``, which is exact."""
 
-    def __init__(self, model: Path, adapters: Mapping[str, Path], device: str = "cpu") -> None:
-        base = LlamaForCausalLM.from_pretrained(model, torch_dtype=torch.float32).to(device)
+    def __init__(
+        self, model: Path, adapters: Mapping[str, Path], device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
+        base = LlamaForCausalLM.from_pretrained(model, torch_dtype=dtype).to(device)
         self.device = device
         names = iter(adapters.items())
         first, path = next(names)
         self.model = PeftModel.from_pretrained(base, path, adapter_name=first)
         for name, path in names:
             self.model.load_adapter(path, adapter_name=name)
-        self.model.eval()
+        self.model.to(dtype).eval()
         self.plain = next(name for name, config in self.model.peft_config.items() if _is_plain(config))
         self._mixes: set[str] = set()
 
@@ -112,7 +116,7 @@ class Oracle:
         for _ in range(num_new):
             output = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
-            distribution = torch.log_softmax(output.logits[0, -1].float(), -1)
+            distribution = torch.log_softmax(output.logits[0, -1].to(torch.float64), -1)
             token = int(distribution.argmax())
             new.append(token)
             logprobs.append(float(distribution[token]))

@@ -21,13 +21,13 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_lora_tree.adapters.adapter import Adapter, adapter_from_tensors, load_adapter
 from sglang_lora_tree.adapters.base_shape import BaseShape
 from sglang_lora_tree.composite.backend_hooks import FUSED_MODULES, LoraTreeBackend, Members, ModuleGroup
 from sglang_lora_tree.composite.demand import DemandResolver
 from sglang_lora_tree.config import Settings, current_settings
 from sglang_lora_tree.kernels.pool import PoolView
 from sglang_lora_tree.kernels.table import AdapterTable
+from sglang_lora_tree.radix.adapter_files import LocalFiles, RemoteFiles
 from sglang_lora_tree.radix.cache_hooks import LoraTreeCache, check_kv_pool
 from sglang_lora_tree.radix.layout import Outline, Packer, Shard
 from sglang_lora_tree.radix.residency import Residency
@@ -83,10 +83,11 @@ class TreeLoRAManager(LoRAManager):
     def _register_at_start(self, ref: LoRARef) -> None:
         name, path = str(ref.lora_name), str(ref.lora_path)
         try:
-            adapter = load_adapter(find_folder(path), self.base, name=name)
+            folder = find_folder(path)
+            outline = LocalFiles().outline(folder, name, self.base)
         except (OSError, ValueError) as error:
             raise RuntimeError(f"--lora-paths {name}={path}: {error}") from error
-        self._add(Registration(ref.lora_id, name, find_folder(path), bool(ref.pinned)), self._outline(adapter))
+        self._add(Registration(ref.lora_id, name, folder, bool(ref.pinned)), outline)
 
     def attach_pool(self) -> AdapterTable:
         """Give the backend the KV pool and the table. SGLang captures decode graphs before it builds the tree, so this comes
@@ -117,6 +118,8 @@ class TreeLoRAManager(LoRAManager):
         shard = Shard(get_parallel().attn_tp_rank, self.attn_tp_size, self.base.num_kv_heads)
         packer = Packer(self.base, cache.pool_shape, shard)
         self.residency = Residency(cache, self.store, packer, table, self.settings)
+        if isinstance(self.residency.files, RemoteFiles):
+            self.residency.files.start()
         for stored in self.store:
             self.residency.check_fits(stored.outline, stored.name)
             self.residency.note_registered(stored)
@@ -124,23 +127,16 @@ class TreeLoRAManager(LoRAManager):
     # ---- Registration while serving ----
 
     def begin_load(self, ref: LoRARef, reply: Reply) -> None:
-        """Register an adapter from a folder; the files are read by a thread and ``reply`` is called when it is done."""
-        name, path = str(ref.lora_name), str(ref.lora_path)
-        self._begin(ref, reply, lambda: (find_folder(path), load_adapter(find_folder(path), self.base, name=name)))
+        """Register an adapter from a folder; the files are read elsewhere and ``reply`` is called when that is done."""
+        self._begin(ref, reply, lambda: find_folder(str(ref.lora_path)))
 
     def begin_load_from_tensors(
         self, ref: LoRARef, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], reply: Reply
     ) -> None:
-        """Register an adapter that came as tensors; it is spooled to a file by a thread."""
+        """Register an adapter that came as tensors: a thread spools it to a folder, and the rest is as above."""
+        self._begin(ref, reply, lambda: self.store.spool(ref.lora_id, tensors, config))
 
-        def work() -> tuple[str, Adapter]:
-            owned = {key: tensor.cpu() for key, tensor in tensors.items()}
-            adapter = adapter_from_tensors(owned, dict(config), self.base, name=str(ref.lora_name))
-            return self.store.spool(ref.lora_id, owned, config), adapter
-
-        self._begin(ref, reply, work)
-
-    def _begin(self, ref: LoRARef, reply: Reply, read: Callable[[], tuple[str, Adapter]]) -> None:
+    def _begin(self, ref: LoRARef, reply: Reply, find: Callable[[], str]) -> None:
         residency = self._residency()
         name = str(ref.lora_name)
         known = next((r.name for s in self.store for r in s.registrations.values() if r.name == name), None)
@@ -149,16 +145,21 @@ class TreeLoRAManager(LoRAManager):
             return
 
         def work() -> tuple[str, Outline]:
-            path, adapter = read()
-            outline = self._outline(adapter)
-            residency.check_fits(outline, name)
-            return path, outline  # the tensors are dropped here; first use reads the file again
+            path = find()
+            try:
+                outline = residency.files.outline(path, name, self.base)
+                residency.check_fits(outline, name)
+            except ValueError:
+                self.store.discard_spooled(path)
+                raise
+            return path, outline
 
         def on_done(outcome: tuple[str, Outline]) -> None:
             path, outline = outcome
             try:
                 self._check_pin(name, outline, bool(ref.pinned))
             except ValueError as error:
+                self.store.discard_spooled(path)
                 reply(self._result(str(error)))
                 return
             self._add(Registration(ref.lora_id, name, path, bool(ref.pinned)), outline)
@@ -191,9 +192,6 @@ class TreeLoRAManager(LoRAManager):
                 f"adapter {name} cannot be pinned: it takes {slots} slots, and pinned adapters may take half of the "
                 f"{free} slots that are not pinned yet; load it unpinned, or raise --max-total-tokens"
             )
-
-    def _outline(self, adapter: Adapter) -> Outline:
-        return Outline.of(adapter, self.base.num_layers)
 
     def _residency(self) -> Residency:
         assert self.residency is not None, "the tree is not attached yet"

@@ -66,6 +66,11 @@ class LoraTreeCache(UnifiedRadixCache):
         finally:
             component.evicts_at_once = False
 
+    def _evict_device_next_node(self, component_type: ComponentType, tracker: dict[Any, int]) -> tuple[int | None, bool]:
+        node_id, progressed = super()._evict_device_next_node(component_type, tracker)
+        # A step that evicts all that was asked for need not be asked again.
+        return node_id, progressed and (node_id is not None or not self.components[component_type].evicts_at_once)
+
     def evict_for_alloc(self, params: EvictParams, **kwargs: Any) -> EvictResult:
         # In the pools we serve every evicted slot is one more to allocate, so that the number to evict is known and need
         # not be found by looking at the allocator after every victim.
@@ -107,14 +112,10 @@ class LoraTreeCache(UnifiedRadixCache):
     def host_pool(self) -> Any:
         return self.host_pool_group.anchor_entry.host_pool
 
-    def host_planes(self) -> list[torch.Tensor]:
-        """The host pool as 2L planes (slots, W): K and V of each layer in turn."""
+    def host_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The host pool's K and V, each (L, slots, W)."""
         host = self.host_pool
-        return [
-            plane.view(plane.shape[0], -1)
-            for keys, values in zip(host.k_data_refs, host.v_data_refs, strict=True)
-            for plane in (keys, values)
-        ]
+        return host.k_buffer.flatten(2), host.v_buffer.flatten(2)
 
     def allocate_host(self, num_slots: int) -> torch.Tensor | None:
         """Host slots, after evicting the least valuable host leaves, and GPU leaves above them, as far as needed."""

@@ -11,7 +11,7 @@ layer. (S-LoRA's unified paging and ELORA's unified caching pool, over SGLang's 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,22 +136,11 @@ class Packer:
             last_pool_layer=np.where(last_row < 0, -1, last_row // max(num_slots, 1) // 2).astype(np.int32),
         )
 
-    def write(
-        self, adapter: Adapter, layout: AdapterLayout, planes: Sequence[torch.Tensor], slots: torch.Tensor
-    ) -> None:
-        """Write an adapter's rows into a pool.
-
-        Args:
-            adapter: its tensors are cast to the pool's dtype.
-            layout: of the same adapter, from :meth:`plan`.
-            planes: 2L tensors (pool slots, W), K and V of each pool layer in turn.
-            slots: int64 (n,), the adapter's slots, in any order.
-        """
-        assert len(slots) == layout.num_slots, f"{len(slots)} slots given, {layout.num_slots} needed"
-        assert len(planes) == self.pool.num_planes, f"{len(planes)} planes given, {self.pool.num_planes} in the pool"
-        n, width = layout.num_slots, self.pool.width
-        # One contiguous copy of the rows, then one scatter per plane; the copy dies when this returns.
-        rows = torch.zeros(layout.num_rows, width, dtype=planes[0].dtype)
+    def pack(self, adapter: Adapter, dtype: torch.dtype) -> torch.Tensor:
+        """An adapter's rows on this rank: (2L * n, W) in the pool's dtype, plane after plane, zeros at the end."""
+        layout = self.plan(Outline.of(adapter, self.base.num_layers))
+        width = self.pool.width
+        rows = torch.zeros(self.pool.num_planes * layout.num_slots, width, dtype=dtype)
         filled = 0
         for part in self._parts(adapter):
             chunks = self._chunks(part.shape[1])
@@ -159,9 +148,19 @@ class Packer:
             target[:, : part.shape[1]] = part
             filled += part.shape[0] * chunks
         assert filled == layout.num_rows, f"{filled} rows written, {layout.num_rows} planned"
-        for plane, start in zip(planes, range(0, layout.num_rows, n), strict=False):
-            chunk = rows[start : start + n]
-            plane[slots[: len(chunk)]] = chunk
+        return rows
+
+    def scatter(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """Put packed rows into a pool, in two calls whatever the number of layers.
+
+        Args:
+            rows: (2L * n, W), from :meth:`pack`.
+            keys, values: the pool's K and V, (L, pool slots, W), any strides.
+            slots: int64 (n,), the adapter's slots, in any order.
+        """
+        planes = rows.view(self.pool.num_layers, 2, len(slots), self.pool.width)
+        keys[:, slots] = planes[:, 0]
+        values[:, slots] = planes[:, 1]
 
     def _parts(self, adapter: Adapter) -> Iterator[torch.Tensor]:
         for (_, name), module in adapter.modules.items():

@@ -70,6 +70,7 @@ class PlainTreeCore(UnifiedTreeCore):
 
     def __init__(self, params: Any, components: dict[ComponentType, Any]) -> None:
         assert tuple(components) == (BASE_COMPONENT_TYPE,), f"a plain KV pool has one component, got {tuple(components)}"
+        assert not params.enable_session_radix_cache, "--enable-session-radix-cache needs SGLang's own core"
         self._monotone = params.eviction_policy.lower() in _MONOTONE_POLICIES
         super().__init__(params, components)
 
@@ -200,7 +201,10 @@ class PlainTreeCore(UnifiedTreeCore):
             self.evictable_host_leaves.discard(node)
 
     def _remove_leaf_from_parent(self, node: UnifiedTreeNode) -> None:
-        super()._remove_leaf_from_parent(node)
+        removed = node.parent.children.pop(child_key(node.key, 0, self.page_size))
+        assert removed is node, f"node {node.id} is not its parent's child"
+        self.full_host_duplicates.pop(node.id, None)
+        self._unregister_node(node)
         self.evictable_device_leaves.discard(node)
         self.evictable_host_leaves.discard(node)
 
@@ -217,10 +221,27 @@ class PlainTreeCore(UnifiedTreeCore):
         tracker[BASE_COMPONENT_TYPE] += freed
         if self._is_tracking_unbacked_tokens:
             self._tracked_unbacked_tokens += freed
-        parent = node.parent
         self._remove_leaf_from_parent(node)
+        parent = node.parent
         self._update_evictable_leaf_sets(parent)
         if not parent.children and parent.component_data[BASE_COMPONENT_TYPE].value is None:
+            self._iteratively_delete_tombstone_leaf(
+                node, tracker, device_frees=device_frees, host_frees=host_frees, cache_actions=cache_actions
+            )
+
+    def _evict_host_leaf(
+        self,
+        node: UnifiedTreeNode,
+        tracker: dict[ComponentType, int],
+        device_frees: dict[ComponentType, list[torch.Tensor]],
+        host_frees: dict[ComponentType, list[torch.Tensor]],
+        cache_actions: list[Any],
+    ) -> None:
+        self.kv_events.record_remove(node, medium=StorageMedium.CPU)
+        _, freed = self.components[0].evict_component(node, device_frees, host_frees, cache_actions, EvictLayer.ALL)
+        tracker[BASE_COMPONENT_TYPE] += freed
+        self._remove_leaf_from_parent(node)
+        if not node.parent.children:
             self._iteratively_delete_tombstone_leaf(
                 node, tracker, device_frees=device_frees, host_frees=host_frees, cache_actions=cache_actions
             )

@@ -12,6 +12,7 @@ lose what they hold, and after four times as many passes none of them is admitte
 from __future__ import annotations
 
 import enum
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -19,9 +20,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_lora_tree.adapters.adapter import Adapter, load_adapter
 from sglang_lora_tree.config import Settings
 from sglang_lora_tree.kernels.table import AdapterTable
+from sglang_lora_tree.radix.adapter_files import AdapterFiles, LocalFiles, RemoteFiles
 from sglang_lora_tree.radix.disk_reader import DiskReader
 from sglang_lora_tree.radix.layout import AdapterLayout, Outline, Packer
 from sglang_lora_tree.radix.store import AdapterStore, StoredAdapter
@@ -29,6 +30,8 @@ from sglang_lora_tree.radix.store import AdapterStore, StoredAdapter
 if TYPE_CHECKING:
     from sglang_lora_tree.radix.cache_hooks import LoraTreeCache
     from sglang_lora_tree.radix.tree_core_hooks import LoraNode
+
+logger = logging.getLogger(__name__)
 
 OVERTAKE_FACTOR = 4
 """After this many times ``patience_passes``, nobody younger than the blocker is admitted."""
@@ -107,7 +110,8 @@ class Residency:
         self.settings = settings
         self.counters = Counters()
         self.on_cold_start: Callable[[float], None] = lambda seconds: None
-        self.reader = DiskReader(settings.disk_readers, cache.agree)
+        self.reader = DiskReader(max(settings.disk_readers, 1), cache.agree)
+        self.files: AdapterFiles = RemoteFiles(settings.disk_readers) if settings.disk_readers else LocalFiles()
         self._layouts: dict[str, AdapterLayout] = {}
         self._indices: dict[str, int] = {}
         self._free_indices = list(range(table.capacity - 1, -1, -1))
@@ -115,11 +119,11 @@ class Residency:
         self._failures: dict[str, str] = {}
         self._holds: dict[str, _Hold] = {}
         self._pins: dict[str, Callable[[], None]] = {}
+        self._unreadable_pins: set[str] = set()
         self._passes_waited: dict[str, int] = {}
         self._first_look: dict[str, float] = {}
         self._places: dict[str, int] = {}
         self._blocker: str | None = None
-        self._planes: list[torch.Tensor] | None = None
         cache.delay_loads = settings.delay_loads
         cache.on_reset = self._forget_everything
         cache.on_shortage = self.release_holds
@@ -157,6 +161,7 @@ class Residency:
     def note_registered(self, stored: StoredAdapter) -> None:
         """A name was added to the store: its history KV, if any is left, counts again."""
         self._layouts[stored.identity] = self.packer.plan(stored.outline)
+        self._unreadable_pins.discard(stored.identity)
         self._refresh_registered(stored.identity)
 
     def note_unregistered(self, stored: StoredAdapter) -> None:
@@ -170,6 +175,7 @@ class Residency:
         """Drop the layout of an adapter that neither a name nor the tree knows any more."""
         if identity not in self.core.lora_nodes and self.store.get(identity) is None:
             self._layouts.pop(identity, None)
+            self._unreadable_pins.discard(identity)
 
     def _refresh_registered(self, identity: str) -> None:
         for lora_node in list(self.core.lora_nodes.values()):
@@ -227,16 +233,23 @@ class Residency:
         """Once per loop step, before a pass: take in what threads have read, and move pinned adapters along."""
         self.reader.poll()
         self.cache.advance_delayed_loads()
-        for stored in list(self.store):
-            if stored.is_pinned and stored.identity not in self._pins:
-                self._advance_pin(stored.identity)
+        for identity in self._missing_pins():
+            self._advance_pin(identity)
 
     @property
     def is_busy(self) -> bool:
         """Whether something is under way that needs the loop to go on."""
-        return self.reader.num_pending > 0 or any(
-            stored.is_pinned and stored.identity not in self._pins for stored in self.store
-        )
+        return self.reader.num_pending > 0 or bool(self._missing_pins())
+
+    def _missing_pins(self) -> list[str]:
+        """Pinned adapters that are not on the GPU yet, but for those whose files cannot be read."""
+        return [
+            stored.identity
+            for stored in self.store
+            if stored.is_pinned
+            and stored.identity not in self._pins
+            and (stored.identity not in self._unreadable_pins or stored.identity in self.core.lora_nodes)
+        ]
 
     def begin_pass(self, waiting: Iterable[str]) -> None:
         """Start a pass over the queue, given its request ids in order."""
@@ -322,7 +335,7 @@ class Residency:
             if self._places.get(name, 0) > place and (hold.device or hold.host)
         ]
         for name in names:
-            self._holds.pop(name).release()
+            self._holds[name].release()  # not popped: its request may be bringing something in at this moment
         return bool(names)
 
     # ---- Steps towards the GPU ----
@@ -371,42 +384,28 @@ class Residency:
     def _start_reading(self, identity: str) -> bool:
         stored = self.store.get(identity)
         assert stored is not None, f"{identity} is wanted and not registered"
-        layout = self._layouts[identity]  # the name may be gone when the thread gets to it
+        # The name may be gone, or another may have come, when the thread gets to it.
+        layout, paths = self._layouts[identity], stored.paths
         slots = self.cache.allocate_host(layout.num_slots)
         if slots is None:
             return False
         self._reading.add(identity)
         self.reader.submit(
-            lambda: self._read(stored, layout, slots),
+            lambda: self._read(stored, paths, layout, slots),
             on_done=lambda outcome: self._on_read(stored, slots, *outcome),
-            on_failed=lambda error: self._on_read_failed(stored, slots, error),
+            on_failed=lambda error: self._on_read_failed(identity, paths, slots, error),
         )
         return True
 
-    def _read(self, stored: StoredAdapter, layout: AdapterLayout, slots: torch.Tensor) -> tuple[int, float]:
-        """In a reader thread: file -> rows in host memory. Returns bytes and seconds, for metrics."""
+    def _read(
+        self, stored: StoredAdapter, paths: list[str], layout: AdapterLayout, slots: torch.Tensor
+    ) -> tuple[int, float]:
+        """In a thread: file -> rows in host memory. Returns bytes and seconds, for metrics."""
         start = time.monotonic()
-        adapter = self._load_unchanged(stored)
-        if self._planes is None:
-            self._planes = self.cache.host_planes()
-        self.packer.write(adapter, layout, self._planes, slots)
-        return adapter.num_bytes, time.monotonic() - start
-
-    def _load_unchanged(self, stored: StoredAdapter) -> Adapter:
-        problems = []
-        for path in stored.paths:
-            try:
-                adapter = load_adapter(path, self.packer.base, name=stored.name)
-            except (OSError, ValueError) as error:
-                problems.append(f"{path}: {error}")
-                continue
-            if adapter.digest == stored.outline.digest:
-                return adapter
-            problems.append(f"{path}: the files hold other weights now than when it was registered")
-        raise ValueError(
-            f"adapter {stored.name} cannot be read any more: {'; '.join(problems) or 'it was unloaded'}; put the files back, "
-            "or unload the adapter and load it again"
-        )
+        rows, num_bytes = self.files.rows(paths, stored.name, stored.outline.digest, self.packer, self.cache.pool.dtype)
+        assert len(rows) == layout.num_slots * self.packer.pool.num_planes, "the rows are not those that were planned"
+        self.packer.scatter(rows, *self.cache.host_rows(), slots)
+        return num_bytes, time.monotonic() - start
 
     def _on_read(self, stored: StoredAdapter, slots: torch.Tensor, num_bytes: int, seconds: float) -> None:
         self._reading.discard(stored.identity)
@@ -418,11 +417,17 @@ class Residency:
             return
         self.core.add_adapter(stored.identity, slots)
 
-    def _on_read_failed(self, stored: StoredAdapter, slots: torch.Tensor, error: str) -> None:
-        self._reading.discard(stored.identity)
+    def _on_read_failed(self, identity: str, paths: list[str], slots: torch.Tensor, error: str) -> None:
+        self._reading.discard(identity)
         self.cache.free_host(slots)
         self.counters.failed_reads += 1
-        self._failures[stored.identity] = error
+        stored = self.store.get(identity)
+        if stored is not None and stored.paths == paths:  # else nobody wants it, or there is another file to try
+            self._failures[identity] = error
+            if stored.is_pinned and identity not in self._unreadable_pins:
+                # Not tried again in every step of the loop: a request for it does, or a flush.
+                logger.error("%s (it is pinned)", error)
+                self._unreadable_pins.add(identity)
 
     def _ensure_mix(self, demand: Demand, members: list[LoraNode]) -> bool:
         mix = self.core.lora_nodes.get(demand.identity)
@@ -450,7 +455,11 @@ class Residency:
             if identity not in self._reading:
                 self._start_reading(identity)
         elif not lora_node.is_resident:
-            if self.cache.has_load_slot() and self._ensure_indices(1) and self.cache.start_swap_in(lora_node):
+            # Without the first check a pin that must wait for running requests would evict all history meanwhile.
+            fits = self._layouts[identity].num_slots <= self.cache.num_free_slots + self.cache.evictable_size()
+            if not fits or not self.cache.has_load_slot() or not self._ensure_indices(1):
+                return
+            if self.cache.start_swap_in(lora_node):
                 self.counters.swap_ins += 1
                 self.counters.swap_in_slots += self._layouts[identity].num_slots
                 self.cache.submit_loads()
@@ -466,6 +475,9 @@ class Residency:
 
     def _ensure_indices(self, count: int) -> bool:
         """Make room in the table, which holds fewer adapters than a large pool could."""
+        unlocked = sum(not self.core.lora_nodes[identity].is_locked for identity in self._indices)
+        if len(self._free_indices) + unlocked < count:
+            return False  # evicting would cost history KV and free no index
         while len(self._free_indices) < count:
             if self.cache.evict_some(self.cache.page_size) == 0:
                 return False
@@ -512,6 +524,7 @@ class Residency:
         self._failures.clear()
         self._holds.clear()
         self._pins.clear()
+        self._unreadable_pins.clear()
         self._passes_waited.clear()
         self._first_look.clear()
         for index in self._indices.values():

@@ -84,8 +84,7 @@ class AdapterStore:
         registration = stored.registrations.pop(lora_id)
         if not stored.registrations:
             del self._by_identity[identity]
-        if self._spool is not None and Path(registration.path).parent == self._spool:
-            shutil.rmtree(registration.path, ignore_errors=True)
+        self.discard_spooled(registration.path)
         return stored
 
     def get(self, identity: str) -> StoredAdapter | None:
@@ -112,6 +111,11 @@ class AdapterStore:
             atexit.register(shutil.rmtree, self._spool, ignore_errors=True)
         folder = self._spool / lora_id
         folder.mkdir()
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+        save_file({name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps(dict(config)))
         return str(folder)
+
+    def discard_spooled(self, path: str) -> None:
+        """Remove a folder that :meth:`spool` made; any other is left alone."""
+        if self._spool is not None and Path(path).parent == self._spool:
+            shutil.rmtree(path, ignore_errors=True)

@@ -47,6 +47,8 @@ TREE_CORE_NAME = "lora_tree"
 
 # No tokenizer or multimodal hash makes these token numbers, so no request's key can meet a LoRA node's.
 _ADAPTER_TOKEN = -(1 << 40)
+# Larger than any priority of a policy: clock ticks, hits, priorities of requests.
+_UNREGISTERED = float(1 << 60)
 
 
 @dataclass(eq=False)
@@ -72,6 +74,11 @@ class LoraNode:
     @property
     def is_resident(self) -> bool:
         return self.node.component_data[BASE_COMPONENT_TYPE].value is not None
+
+    @property
+    def is_locked(self) -> bool:
+        """In use, or held, with all that it depends on."""
+        return self.node.component_data[BASE_COMPONENT_TYPE].lock_ref > 0
 
     @property
     def device_slots(self) -> torch.Tensor | None:
@@ -262,10 +269,13 @@ class LoraTreeCore(PlainTreeCore):
 
     # ---- Eviction order ----
 
-    def _eviction_priority(self, node: UnifiedTreeNode) -> tuple[bool, Any]:
+    def _eviction_priority(self, node: UnifiedTreeNode) -> Any:
+        priority = self.eviction_strategy.get_priority(node)
         lora_node = self.lora_node_of(node)
-        wanted = lora_node is None or lora_node.registered
-        return wanted, self.eviction_strategy.get_priority(node)
+        if lora_node is None or lora_node.registered:
+            return priority
+        # Before everything that a name still refers to. A bare number where the policy gives one: the index compares them.
+        return (priority[0] - _UNREGISTERED, *priority[1:]) if isinstance(priority, tuple) else priority - _UNREGISTERED
 
     def _is_device_leaf(self, node: UnifiedTreeNode) -> bool:
         if not super()._is_device_leaf(node):

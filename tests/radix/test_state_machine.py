@@ -65,7 +65,9 @@ class TreeMachine(RuleBasedStateMachine):
             host_slots=host_slots,
             page_size=self.page_size,
             settings=Settings(
-                delay_loads=delay_loads, max_resident_adapters=max_resident_adapters, patience_passes=4
+                delay_loads=delay_loads,
+                max_resident_adapters=max_resident_adapters,
+                patience_passes=4,
             ),
         )
         self.loop = Loop(self.tree, ratio)

@@ -7,6 +7,7 @@ moment.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import zlib
@@ -141,7 +142,7 @@ class Tree:
         server_args = self._context.install()
         self.base = base
         self.page_size = page_size
-        self.settings = settings or Settings()
+        self.settings = dataclasses.replace(settings or Settings(), disk_readers=0)
         head_num = base.num_kv_heads
         pool = MHATokenToKVPool(
             pool_slots, page_size, torch.float32, head_num, base.head_dim, base.num_layers, "cpu", False
@@ -176,12 +177,9 @@ class Tree:
         self.residency = Residency(self.cache, self.store, self.packer, self.table, self.settings)
         self.residency.reader._executor.shutdown()
         self.residency.reader._executor = LazyExecutor()
-        self.device_planes = [
-            plane.view(plane.shape[0], -1)
-            for keys, values in zip(pool.k_buffer, pool.v_buffer, strict=True)
-            for plane in (keys, values)
-        ]
-        self.host_planes = self.cache.host_planes()
+        host = self.cache.host_pool
+        self.device_planes = _planes(pool.k_buffer, pool.v_buffer)
+        self.host_planes = _planes(host.k_data_refs, host.v_data_refs)
         self.private: dict[str, list[int]] = {}
         """Slots that running requests own and the tree does not."""
         self.adapters: dict[str, Adapter] = {}
@@ -313,6 +311,10 @@ class Tree:
         assert self.core.count_invalid_kv() == 0
         if not self.cache.ongoing_load_back and not self.cache.ongoing_write_through:
             self.cache.sanity_check()  # SGLang's own; it does not know copies under way
+        for mix in self.core.lora_nodes.values():
+            if mix.is_resident and mix.is_locked:
+                unlocked = [member for member in mix.members if not self.core.lora_nodes[member].is_locked]
+                assert not unlocked, f"{mix.identity} is in use, and {unlocked} count as evictable"
         self._check_slots()
         self._check_table()
         self._check_rows()
@@ -335,7 +337,7 @@ class Tree:
         assert len(on_host) == len(set(on_host)), "a host slot has two owners"
         reading = sum(self._rows(name).shape[1] for name in self.residency._reading)
         used = host.size - host.available_size()
-        assert used == len(on_host) + reading, f"{used} host slots used, {len(on_host)} in the tree, {reading} read into"
+        assert used == len(on_host) + reading, f"{used} host slots used, {len(on_host)} in the tree, {reading} read"
 
     def _check_table(self) -> None:
         residency, table = self.residency, self.table
@@ -384,20 +386,18 @@ class Tree:
                 self._compare_kv(self.host_planes, _value(node, "host_value"), expected, where)
 
     def _rows(self, identity: str) -> torch.Tensor:
-        """An adapter's planes (2L, n, W), NaN where nothing is read."""
+        """An adapter's planes (2L, n, W)."""
         known = self.__dict__.setdefault("_known_rows", {})
         if identity not in known:
-            adapter = self.adapters[identity]
-            layout = self.packer.plan(Outline.of(adapter, self.base.num_layers))
-            planes = torch.full((self.packer.pool.num_planes, layout.num_slots, self.packer.pool.width), torch.nan)
-            self.packer.write(adapter, layout, list(planes), torch.arange(layout.num_slots))
+            planes = self.packer.pack(self.adapters[identity], torch.float32)
+            planes = planes.view(self.packer.pool.num_planes, -1, self.packer.pool.width)
             known[identity] = planes
         return known[identity]
 
     @staticmethod
     def _compare(planes: Sequence[torch.Tensor], slots: torch.Tensor, expected: torch.Tensor, where: str) -> None:
         found = torch.stack([plane[slots] for plane in planes])
-        assert bool(((found == expected) | expected.isnan()).all()), f"wrong rows: {where}"
+        assert torch.equal(found, expected), f"wrong rows: {where}"
 
     @staticmethod
     def _compare_kv(planes: Sequence[torch.Tensor], slots: torch.Tensor, expected: torch.Tensor, where: str) -> None:
@@ -441,6 +441,11 @@ class Tree:
         self.cache.evict_host(self.cache.host_pool.size)
         assert self.cache.host_pool.available_size() == self.cache.host_pool.size
         assert not self.core.lora_nodes and not list(self.nodes())
+
+
+def _planes(keys: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """A pool as 2L planes (slots, W): K and V of each layer in turn."""
+    return [plane.view(plane.shape[0], -1) for pair in zip(keys, values, strict=True) for plane in pair]
 
 
 def _value(node: Any, name: str) -> torch.Tensor:
