@@ -48,7 +48,7 @@ TREE_CORE_NAME = "lora_tree"
 # No tokenizer or multimodal hash makes these token numbers, so no request's key can meet a LoRA node's.
 _ADAPTER_TOKEN = -(1 << 40)
 # Larger than any priority of a policy: clock ticks, hits, priorities of requests.
-_UNREGISTERED = float(1 << 60)
+_UNREGISTERED = float(1 << 40)
 
 
 @dataclass(eq=False)
