@@ -111,9 +111,7 @@ class TreeMetrics:
         ).labels(**self._labels)
         residency.on_cold_start = self.cold_start.observe
 
-    def publish(
-        self, tokens: PromptTokens, max_loras: int, running_names: Iterable[str], waiting_names: Iterable[str]
-    ) -> None:
+    def publish(self, tokens: PromptTokens, max_loras: int, running_names: Iterable[str], waiting_names: Iterable[str]) -> None:
         """Bring every series up to date.
 
         Args:

@@ -20,7 +20,7 @@ COLOURS = {
 }
 INK, FAINT = "#2b313b", "#8a929e"
 DETAILS: tuple[dict[str, int], ...] = (
-    {"lora_nodes": 48, "children": 24, "depth": 6},
+    {"lora_nodes": 48, "children": 12, "depth": 6},
     {"lora_nodes": 48, "children": 8, "depth": 5},
     {"lora_nodes": 48, "children": 4, "depth": 4},
     {"lora_nodes": 48, "children": 2, "depth": 3},
@@ -32,12 +32,15 @@ MAX_MEMBER_EDGES = 40
 
 # All lengths are inches.
 ROW, MARGIN, HEADER, FOOTER = 0.42, 0.35, 1.75, 1.05
-COLUMNS = (MARGIN, 2.2, 5.5)
-"""Left edges of the virtual root, of LoRA nodes, and of the first level of KV nodes."""
-KV_STEP = 1.7
-WIDTHS = {"virtual root": 1.0, "adapter": 2.85, "mix": 2.85, "base": 2.85, "more": 4.2, "kv": 1.35}
+COLUMNS = (MARGIN, 2.2)
+"""Left edges of the virtual root and of the second layer."""
+GAP = 0.35
+WIDTHS = {"virtual root": 1.0, "more": 4.2, "kv": 1.35}
+SECOND_LAYER_WIDTHS = (2.85, 5.2)
+"""Of adapters and mixes, by the longest name."""
 SUM_WIDTHS = (1.5, 4.5)
 """Of several KV nodes in one box, by their slots."""
+LETTER = 0.071
 HEIGHT = 0.3
 
 
@@ -72,8 +75,7 @@ def draw_png(snapshot: dict[str, Any], file: str | PathLike[str], dpi: int = 150
 
     root = _fit(_with_base_model(build(snapshot)))
     boxes: list[Box] = []
-    most_slots = max((node.slots for node in root.below() if node.kind == "kv" and node.num_nodes > 1), default=0)
-    rows = _place(root, 0, 0, most_slots, boxes)
+    rows = _place(root, 0, 0, Scale.of(root), boxes)
     width = max(max(box.right for box in boxes) + MARGIN, 10.5)
     height = HEADER + rows * ROW + FOOTER
     figure = Figure((width, height), dpi=dpi, facecolor="white")
@@ -114,22 +116,46 @@ def _count_rows(node: Node) -> int:
     return sum(map(_count_rows, node.children)) or 1
 
 
-def _place(node: Node, row: int, level: int, most_slots: int, boxes: list[Box]) -> int:
+@dataclass(frozen=True)
+class Scale:
+    """What widths depend on: the longest name, and the largest sum of KV nodes."""
+
+    second_layer_width: float
+    most_slots: int
+
+    @classmethod
+    def of(cls, root: Node) -> Scale:
+        letters = max((len(node.label) + len(_figures(node)) for node in root.children if node.kind != "more"), default=0)
+        narrow, wide = SECOND_LAYER_WIDTHS
+        sums = (node.slots for node in root.below() if node.num_nodes > 1)
+        return cls(min(max(LETTER * (letters + 5), narrow), wide), max(sums, default=0))
+
+    def left(self, level: int) -> float:
+        """Where a level's boxes start; the virtual root is level 0."""
+        if level < 2:
+            return COLUMNS[level]
+        return COLUMNS[1] + self.second_layer_width + GAP + 0.1 + (level - 2) * (WIDTHS["kv"] + GAP)
+
+    def width(self, node: Node) -> float:
+        if node.kind == "kv" and node.num_nodes > 1:
+            narrow, wide = SUM_WIDTHS
+            return narrow + (wide - narrow) * node.slots / max(self.most_slots, 1)
+        return WIDTHS.get(node.kind, self.second_layer_width)
+
+
+def _place(node: Node, row: int, level: int, scale: Scale, boxes: list[Box]) -> int:
     """Give a node and all below it a place, from a row on; returns the rows taken."""
-    x = COLUMNS[level] if level < 3 else COLUMNS[2] + (level - 2) * KV_STEP
     taken = 0
     for child in node.children:
-        taken += _place(child, row + taken, level + 1, most_slots, boxes)
+        taken += _place(child, row + taken, level + 1, scale, boxes)
     rows = max(taken, 1)
-    boxes.append(Box(node, x, HEADER + (row + rows / 2) * ROW, _width(node, most_slots)))
+    boxes.append(Box(node, scale.left(level), HEADER + (row + rows / 2) * ROW, scale.width(node)))
     return rows
 
 
-def _width(node: Node, most_slots: int) -> float:
-    if node.kind == "kv" and node.num_nodes > 1:
-        narrow, wide = SUM_WIDTHS
-        return narrow + (wide - narrow) * node.slots / most_slots
-    return WIDTHS[node.kind]
+def _figures(node: Node) -> str:
+    """What stands on the right of an adapter or a mix."""
+    return "" if node.kind == "base" else " · ".join([f"{node.slots:,}", *view.counts(node)])
 
 
 # ---- Drawing ----
@@ -159,9 +185,7 @@ def _draw_edges(axes: Any, boxes: Sequence[Box]) -> None:
         out = 0.1 + 0.03 * min(abs(mix.y - adapter.y) / ROW, 14)
         curve = [(mix.x, mix.y), (mix.x - out, mix.y), (mix.x - out, adapter.y), (adapter.x, adapter.y)]
         path = Path(curve, [Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4])
-        axes.add_patch(
-            PathPatch(path, fill=False, edgecolor=COLOURS["mix"], linewidth=1.0, linestyle=(0, (1, 1.6)), zorder=2)
-        )
+        axes.add_patch(PathPatch(path, fill=False, edgecolor=COLOURS["mix"], linewidth=1.0, linestyle=(0, (1, 1.6)), zorder=2))
 
 
 def _draw_box(axes: Any, box: Box) -> None:
@@ -178,7 +202,7 @@ def _draw_box(axes: Any, box: Box) -> None:
         _write(axes, box, f"{node.num_nodes:,} nodes", f"{node.slots:,}", INK, halo=True, weight="normal")
         return
     solid = (node.kind == "virtual root" or node.gpu_slots > 0) and not node.loading
-    style: dict[str, Any] = {} if solid else {"hatch": "////"} if node.loading else {"linestyle": (0, (3, 2))}
+    style: dict[str, Any] = {} if solid else {"hatch": "//"} if node.loading else {"linestyle": (0, (3, 2))}
     _rectangle(axes, box, colour if solid else "white", colour, **style)
     ink = "white" if solid else colour
     if node.kind in ("kv", "virtual root"):
@@ -186,8 +210,7 @@ def _draw_box(axes: Any, box: Box) -> None:
         middle = box.x + box.width / 2
         axes.text(middle, box.y, text, ha="center", va="center", fontsize=7.5, color=ink, zorder=5)
     else:
-        note = " · ".join([f"{node.slots:,}", *view.counts(node)])
-        _write(axes, box, node.label, note, ink, halo=node.loading)
+        _write(axes, box, node.label, _figures(node), ink, halo=node.loading)
 
 
 def _draw_sum(axes: Any, box: Box) -> None:
@@ -209,7 +232,7 @@ def _write(axes: Any, box: Box, label: str, note: str, ink: str, halo: bool = Fa
     style: dict[str, Any] = {"va": "center", "color": ink, "zorder": 5, "parse_math": False}  # names may hold a $
     if halo:
         style["path_effects"] = [withStroke(linewidth=2.5, foreground="white")]
-    room = int(box.width / 0.071) - len(note) - 2
+    room = int(box.width / LETTER) - len(note) - 3
     size = 8.5 if weight == "bold" else 7.5
     axes.text(box.x + 0.1, box.y, _shorten(label, room), fontsize=size, weight=weight, **style)
     axes.text(box.right - 0.1, box.y, note, ha="right", fontsize=7, **style)

@@ -175,9 +175,7 @@ def _describe(residency: Residency, node: Any) -> dict[str, Any]:
     }
 
 
-def _name(
-    residency: Residency, lora_node: LoraNode, weights_of: Callable[[str], tuple[float, ...] | None]
-) -> dict[str, Any]:
+def _name(residency: Residency, lora_node: LoraNode, weights_of: Callable[[str], tuple[float, ...] | None]) -> dict[str, Any]:
     if not lora_node.is_mix:
         return {"name": _adapter_name(residency, lora_node.identity)}
     weights = weights_of(lora_node.identity) or (None,) * len(lora_node.members)

@@ -56,7 +56,7 @@ class Node:
 
 
 def build(snapshot: dict[str, Any]) -> Node:
-    """The virtual root of a snapshot's tree; LoRA and mix nodes before base-model KV, each the most visited first.
+    """The virtual root of a snapshot's tree: LoRA nodes, mix nodes, KV; running KV first, then by visits.
 
     Raises:
         ValueError: not a snapshot with nodes.
@@ -88,8 +88,12 @@ def build(snapshot: dict[str, Any]) -> Node:
         raise ValueError("the answer has no virtual root in it")
     order = {"adapter": 0, "mix": 1, "kv": 2}
     for node in nodes.values():
-        node.children.sort(key=lambda child: (order[child.kind], -child.visits, child.label))
+        node.children.sort(key=lambda child: (order[child.kind], not _is_running(child), -child.visits, child.label))
     return root
+
+
+def _is_running(node: Node) -> bool:
+    return node.kind == "kv" and node.locks > 0
 
 
 def label_of(entry: dict[str, Any]) -> str:

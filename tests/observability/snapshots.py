@@ -28,9 +28,7 @@ class SnapshotMaker:
         if tier == "disk":
             return None
         fields = {"gpu": tier != "host", "loading": tier == "loading", **fields}
-        return self._add(
-            self.root, kind="adapter", name=name, identity=identity, registered=True, slots=slots, **fields
-        )
+        return self._add(self.root, kind="adapter", name=name, identity=identity, registered=True, slots=slots, **fields)
 
     def mix(self, weights, **fields):
         members = [{"identity": f"adapter:{name}", "name": name, "weight": w} for name, w in weights.items()]

@@ -107,9 +107,7 @@ def test_counters_advance_by_what_is_new(scrapes, size):
 def test_cold_starts_are_a_histogram(scrapes):
     _, used, _ = scrapes
     assert of(used, "cold_start_seconds_count") == 1 and of(used, "cold_start_seconds_sum") == pytest.approx(0.2)
-    assert (
-        of(used, "cold_start_seconds_bucket", le="0.1") == 0 and of(used, "cold_start_seconds_bucket", le="0.25") == 1
-    )
+    assert of(used, "cold_start_seconds_bucket", le="0.1") == 0 and of(used, "cold_start_seconds_bucket", le="0.25") == 1
 
 
 def test_adapters_by_tier_and_by_name_and_an_unloaded_one_leaves(scrapes):

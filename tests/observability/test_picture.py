@@ -27,7 +27,7 @@ def test_names_with_signs_that_matplotlib_reads(tmp_path):
 def test_boxes_do_not_overlap():
     root = picture._fit(picture._with_base_model(picture.build(random_snapshot(8, 4, 50))))
     boxes = []
-    picture._place(root, 0, 0, 1, boxes)
+    picture._place(root, 0, 0, picture.Scale.of(root), boxes)
     for number, one in enumerate(boxes):
         for other in boxes[:number]:
             beside = one.right < other.x or other.right < one.x

@@ -31,11 +31,7 @@ def test_server_info_has_no_nodes_and_lora_tree_has(manager):
 
 def test_weights_of_a_mix_come_from_the_requests_that_named_it(manager):
     def weights():
-        return [
-            [member["weight"] for member in node["members"]]
-            for node in ask(NODES_WANTED)["nodes"]
-            if node["kind"] == "mix"
-        ]
+        return [[member["weight"] for member in node["members"]] for node in ask(NODES_WANTED)["nodes"] if node["kind"] == "mix"]
 
     assert weights() == [[None, None]]
     demand = manager.resolver.resolve(encode_lora_id([("math", 0.5), ("json", -2.0)]))
