@@ -127,7 +127,7 @@ class Scale:
     def of(cls, root: Node) -> Scale:
         letters = max((len(node.label) + len(_figures(node)) for node in root.children if node.kind != "more"), default=0)
         narrow, wide = SECOND_LAYER_WIDTHS
-        sums = (node.slots for node in root.below() if node.num_nodes > 1)
+        sums = (node.slots for node in root.below() if node.kind == "kv" and node.num_nodes > 1)
         return cls(min(max(LETTER * (letters + 5), narrow), wide), max(sums, default=0))
 
     def left(self, level: int) -> float:
