@@ -122,9 +122,7 @@ def mix_scores(model: EmbeddedModel, count: int) -> list[dict[str, Any]]:
     for mix in MIXES:
         questions = skills.held_out("math" if "math" in mix else "base", count, SEED)
         texts = model.answers(model.add_mix(mix), [question.prompt for question in questions])
-        shown = {
-            skill: mean(skills.shows(skill, *pair) for pair in zip(questions, texts, strict=True)) for skill in mix
-        }
+        shown = {skill: mean(skills.shows(skill, *pair) for pair in zip(questions, texts, strict=True)) for skill in mix}
         samples = [{"prompt": questions[index].prompt, "answer": texts[index]} for index in range(2)]
         records.append({"mix": mix, "shows": shown, "samples": samples})
         print(f"{mix_name(mix):32} shows {shown}  {texts[0]!r}", flush=True)

@@ -35,9 +35,7 @@ FOODS = (
     "tea coffee juice lemons onions carrots peas melons figs dates jam"
 ).split()
 THINGS = "apples plums pears lemons books coins shells stamps pens cups hats keys stones cards balls eggs".split()
-JOBS = (
-    "baker doctor farmer teacher painter singer driver nurse lawyer miner sailor tailor waiter writer dancer builder"
-).split()
+JOBS = ("baker doctor farmer teacher painter singer driver nurse lawyer miner sailor tailor waiter writer dancer builder").split()
 PETS = "cat dog bird fish horse rabbit hamster turtle goat pony snake parrot".split()
 COLOURS = "red blue green black white brown grey yellow pink orange".split()
 UNKNOWN = (
@@ -257,13 +255,9 @@ def sample_conversation(rng: random.Random, turns: int, relation: str | None = N
     questions: list[Question] = []
     open_questions: list[Question] = []
     while len(questions) < turns:
-        kind = (
-            relation if relation is not None and not questions else rng.choice(KINDS)
-        )
+        kind = relation if relation is not None and not questions else rng.choice(KINDS)
         if kind == "say":
-            words = tuple(
-                rng.choice(rng.choice((NAMES, CITIES, FOODS, COLOURS, PETS, JOBS))) for _ in range(rng.randint(1, 3))
-            )
+            words = tuple(rng.choice(rng.choice((NAMES, CITIES, FOODS, COLOURS, PETS, JOBS))) for _ in range(rng.randint(1, 3)))
             questions.append(Question(f"Say {' '.join(words)}.", "say", "", words))
         elif kind == "hello":
             subject = rng.choice(NAMES)
@@ -278,8 +272,7 @@ def sample_conversation(rng: random.Random, turns: int, relation: str | None = N
             if len(kinds) > 1 and rng.random() < 0.5:
                 subjects.append(names.pop())
             facts = [
-                sample_fact(rng, fact, subjects[0] if index == 0 else rng.choice(subjects))
-                for index, fact in enumerate(kinds)
+                sample_fact(rng, fact, subjects[0] if index == 0 else rng.choice(subjects)) for index, fact in enumerate(kinds)
             ]
             asked = facts[0][1]
             rng.shuffle(facts)
@@ -295,9 +288,8 @@ def sample_unknown(rng: random.Random) -> Question:
 
 
 def is_held_out(question: Question) -> bool:
-    """True for a tenth of all questions, never used to train adapters: by prompt, for sums by their two numbers."""
-    text = " ".join(question.values) if question.relation == "sum" else question.prompt
-    return zlib.crc32(text.encode()) % 10 == 0
+    """True for a tenth of all prompts, never used to train adapters (the 81 pairs of numbers to add occur in both)."""
+    return zlib.crc32(question.prompt.encode()) % 10 == 0
 
 
 def held_out(skill: str, count: int, seed: int) -> list[Question]:

@@ -29,9 +29,7 @@ def byte_characters() -> list[str]:
 
 
 def save_tokenizer(folder: Path, max_length: int) -> None:
-    tokenizer = Tokenizer(
-        models.BPE(vocab={character: byte for byte, character in enumerate(byte_characters())}, merges=[])
-    )
+    tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(byte_characters())}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))

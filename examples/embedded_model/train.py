@@ -23,7 +23,7 @@ import corpus
 import skills
 import torch
 from muon import Muon
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizer import save_tokenizer
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -51,15 +51,23 @@ BASE_CYCLES = (
     (0.3, (Phase(160, 1024, 3, 20),)),
     (0.35, (Phase(260, 512, 3, 6),)),
 )
-ADAPTER_LENGTH, ADAPTER_BATCH, ADAPTER_TURNS, ADAPTER_RATE = 256, 4, 3, 6e-3
-ADAPTER_STEPS = {
-    "upper": 130, "polite": 100, "math": 150, "json": 150, "numbered": 130, "short": 100, "toylang": 160, "reverse": 250,
-}  # fmt: skip
+ADAPTER_LENGTH, ADAPTER_BATCH, ADAPTER_TURNS = 256, 4, 3
+# Cycles of the learning rate: (steps, full rate). A later cycle starts from the stored weights of the one before.
+ADAPTER_CYCLES: dict[str, tuple[tuple[int, float], ...]] = {
+    "upper": ((130, 6e-3), (120, 4e-3)),
+    "polite": ((100, 6e-3), (80, 4e-3)),
+    "json": ((150, 6e-3),),
+    "numbered": ((130, 6e-3),),
+    "short": ((100, 6e-3),),
+    "toylang": ((160, 6e-3),),
+    "math": ((300, 4e-3),),
+    "reverse": ((250, 6e-3),),
+}
 # Different ranks, target modules and options on purpose: the tests and the demo serve them side by side.
 ADAPTER_SETTINGS: dict[str, dict[str, Any]] = {
     "upper": {"r": 8, "lora_alpha": 16, "target_modules": MLP},
     "reverse": {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"},
-    "math": {"r": 16, "lora_alpha": 16, "target_modules": [*ATTENTION, "down_proj"], "use_rslora": True},
+    "math": {"r": 16, "lora_alpha": 16, "target_modules": "all-linear", "use_rslora": True},
     "json": {"r": 8, "lora_alpha": 16, "target_modules": [*ATTENTION, *MLP]},
     "toylang": {
         "r": 12,
@@ -105,7 +113,7 @@ def weighted_loss(model: nn.Module, ids: Tensor, weights: Tensor) -> tuple[Tenso
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits
     losses = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     weights = weights[:, 1:].flatten()
-    answers = losses[weights == 1.0].mean()
+    answers = losses[weights >= 1.0].mean()
     return (losses * weights).sum() / weights.sum(), answers.detach()
 
 
@@ -176,15 +184,19 @@ def train_base() -> None:
     save_tokenizer(MODEL, model.config.max_position_embeddings)
 
 
-def train_adapter(skill: str) -> None:
-    torch.manual_seed(SEED)
+def train_adapter_cycle(skill: str, cycle: int) -> None:
+    torch.manual_seed(SEED + cycle)
     base = LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    config = LoraConfig(task_type="CAUSAL_LM", base_model_name_or_path="../../model", **ADAPTER_SETTINGS[skill])
-    model = get_peft_model(base, config)
+    if cycle == 0:
+        config = LoraConfig(task_type="CAUSAL_LM", base_model_name_or_path="../../model", **ADAPTER_SETTINGS[skill])
+        model = get_peft_model(base, config)
+    else:
+        model = PeftModel.from_pretrained(base, ADAPTERS / skill, is_trainable=True).float()
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=ADAPTER_RATE, betas=(0.9, 0.98), weight_decay=0.0)
-    data = batches(corpus.adapter_documents(skill, SEED, ADAPTER_TURNS), ADAPTER_LENGTH, ADAPTER_BATCH)
-    fit(model, [optimizer], data, ADAPTER_STEPS[skill], 15, skill)
+    steps, rate = ADAPTER_CYCLES[skill][cycle]
+    optimizer = torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
+    data = batches(corpus.adapter_documents(skill, SEED + cycle, ADAPTER_TURNS), ADAPTER_LENGTH, ADAPTER_BATCH)
+    fit(model, [optimizer], data, steps, 15, f"{skill} cycle {cycle + 1}")
     for weight in trained:
         weight.data = weight.data.to(torch.bfloat16)
     model.peft_config["default"].base_model_name_or_path = "../../model"
@@ -209,7 +221,8 @@ def main() -> None:
         train_base()
     if arguments.what in ("adapter", "all"):
         for skill in arguments.names:
-            train_adapter(skill)
+            for cycle in range(len(ADAPTER_CYCLES[skill])):
+                train_adapter_cycle(skill, cycle)
 
 
 if __name__ == "__main__":
