@@ -105,19 +105,21 @@ def limit_length(result: None, scheduler: Any, req: Req) -> None:
         return
     weighted = demand_of(req)
     residency = STATE.residency
-    if weighted is None or residency is None:
-        return
-    demand = weighted.demand
-    capacity = residency.token_capacity(demand)
+    assert residency is not None, "a request before the tree is attached"
+    members = () if weighted is None else weighted.demand.members
+    slots = 0 if weighted is None else residency.slots_of(weighted.demand)
+    pinned = residency.pinned_slots(but=members)
+    if slots + pinned == 0:
+        return  # the whole pool is there, and SGLang has looked at that
     # One page for the allocator's rounding, as SGLang's own bound keeps it.
-    room = capacity - len(req.origin_input_ids) - 2 * residency.cache.page_size
+    size = residency.cache.num_pool_slots
+    room = size - slots - pinned - len(req.origin_input_ids) - 2 * residency.cache.page_size
     if room < 1:
-        slots, pinned = residency.slots_of(demand), residency.pinned_slots(but=demand.members)
         _refuse(
             req,
-            f"the request does not fit the pool: its {len(demand.members)} adapter(s) take {slots} slots, pinned adapters "
-            f"{pinned}, its prompt {len(req.origin_input_ids)}, of {residency.cache.num_pool_slots} in all; send a shorter "
-            "prompt or a smaller mix, or raise --max-total-tokens",
+            f"the request does not fit the pool: its {len(members)} adapter(s) take {slots} slots, pinned adapters {pinned}, "
+            f"its prompt {len(req.origin_input_ids)}, of {size} in all; send a shorter prompt or a smaller mix, or raise "
+            "--max-total-tokens",
         )
         return
     params = req.sampling_params

@@ -119,18 +119,18 @@ def test_a_big_mix_is_not_starved(live: Live, wide: list[str]) -> None:
 
 @on("small")
 def test_pinned_adapters_stay(live: Live, others: dict[str, Path]) -> None:
-    """A pinned adapter comes to the GPU by itself and stays there; too large a part of the pool cannot be pinned."""
-    server = live.server
+    """A pinned adapter comes to the GPU by itself and stays there; only so much of the pool can be pinned, and requests
+    that no longer fit beside what is pinned are refused, base-model ones too."""
+    server, pool = live.server, live.pool_size
     assert server.load("pinned", others["tiny0"], pinned=True).status_code == 200
-    refused = server.load("too large", others["wide0"], pinned=True)
-    if refused.status_code == 200:
-        refused = server.load("also too large", others["wide1"], pinned=True)
-    assert refused.status_code == 400 and "pinned" in refused.text, refused.text
-    prompts = random_prompts(2, live.pool_size - 150, live.vocab, seed=35)
+    assert server.load("large", others["wide0"], pinned=True).status_code == 200
+    refused = server.load("too large", others["wide1"], pinned=True)
+    assert refused.status_code == 400 and "cannot be pinned" in refused.text, refused.text
+    prompts = random_prompts(2, pool - 150, live.vocab, seed=35)
+    assert "pinned adapters" in server.refuse([prompts[0]], 4)
+    assert server.unload("large").status_code == 200
     for prompt in prompts:
         live.judge.check(prompt, server.generate([prompt], 4)[0], None, 4)
     assert server.tree()["registered"]["pinned"]["tier"] == "gpu"
-    for name in ("pinned", "too large"):
-        if name in server.tree()["registered"]:
-            assert server.unload(name).status_code == 200
+    assert server.unload("pinned").status_code == 200
     server.check_at_rest()

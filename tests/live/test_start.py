@@ -22,7 +22,6 @@ from .server import Server
 
 MODEL = str(EMBEDDED / "model")
 REFUSED: list[tuple[list[str], str]] = [
-    (["--disable-radix-cache"], "prefix tree"),
     (["--pp-size", "2"], "all layers"),
     (["--dp-size", "2"], "router"),
     (["--disaggregation-mode", "prefill"], "adapter slots for KV"),
@@ -30,15 +29,13 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--hicache-write-policy", "write_back"], "host parent"),
     (["--hicache-storage-backend", "file"], "storage backend"),
     (["--tokenizer-worker-num", "2"], "tokenizer"),
-    (["--enable-lora-overlap-loading"], "HiCache loads adapters"),
     (["--enable-torch-compile"], "bypass"),
-    (["--enable-two-batch-overlap"], "tables"),
     (["--enable-streaming-session"], "sessions"),
     (["--cpu-offload-gb", "1"], "offloaded"),
     (["--kv-events-config", '{"publisher": "null"}'], "events"),
     (["--model-impl", "transformers"], "LoRA wrappers"),
 ]
-"""Arguments beside --lora-tree, and what the refusal says."""
+"""Arguments beside --lora-tree, and what the refusal says. (SGLang itself refuses some, --disable-radix-cache for example.)"""
 WRONG_SETTINGS: list[tuple[str, str]] = [
     ('{"max_member": 3}', "unknown settings max_member"),
     ('{"max_rank": 0}', "max_rank = 0"),
