@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,11 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("phase", ["eager", "graphs"])
 def test_acceptance(phase: str, tmp_path: Path) -> None:
-    """benchmarks/acceptance_gpu.py fails when an answer is not PEFT's or a limit is missed."""
+    """benchmarks/acceptance_gpu.py measures it; every limit that it states is met."""
     command = [sys.executable, "-m", "benchmarks.acceptance_gpu", "--phases", phase, "--out", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-8000:]
+    output = result.stdout[-8000:] + result.stderr[-8000:]
+    assert result.returncode == 0, output
+    records = [record for path in tmp_path.glob("acceptance_*.json") for record in json.loads(path.read_text())]
+    assert records, output
+    assert all(record["met"] is not False for record in records), records
