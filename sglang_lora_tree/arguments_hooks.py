@@ -5,7 +5,10 @@ Hooks:
 * ``sglang.srt.server_args.ServerArgs.add_cli_args`` (AFTER): the flag itself, also for ``sglang serve`` and ``--config``.
 * ``sglang.srt.server_args.ServerArgs.from_cli_args`` (BEFORE): turns the plugin on and sets what it implies.
 * ``sglang.srt.server_args.ServerArgs.check_server_args`` (AFTER): refuses what cannot be served exactly.
-* ``sglang.srt.entrypoints.engine.Engine.__init__`` (AROUND): ``sgl.Engine(lora_tree=...)``.
+
+and, because SGLang loads plugins inside the first ``Engine.__init__``, when a hook on it would come too late:
+
+* ``sglang.srt.entrypoints.engine.Engine.server_args_class`` (assigned): ``sgl.Engine(lora_tree=...)``.
 """
 
 from __future__ import annotations
@@ -90,24 +93,40 @@ def refuse(result: None, server_args: Any) -> None:
         check_config(resolving_view(server_args))
 
 
-def build_engine(original: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
-    """AROUND ``Engine.__init__``: without ``lora_tree=`` an engine is SGLang's own, whatever ran before in this process."""
+def build_server_args(**kwargs: Any) -> Any:
+    """In place of ``Engine.server_args_class``: without ``lora_tree=`` an engine is SGLang's own, whatever engines were made
+    before it in this process (unless the environment turns the plugin on)."""
     given = kwargs.pop(NAME, None)
-    settings = parse_settings(given) if given is not None else current_settings()
+    settings = parse_settings(given if given is not None else _environment_at_start)
     if settings is None:
         os.environ.pop(ENVIRONMENT_VARIABLE, None)
-    elif "server_args" in kwargs:
-        check = kwargs["server_args"]
-        if getattr(check, "lora_backend", None) != NAME:
-            raise ValueError("sgl.Engine(server_args=..., lora_tree=...): make server_args with --lora-tree instead")
     else:
         enable(settings, kwargs, given_max_loras="max_loras_per_batch" in kwargs)
-    original(engine, *args, **kwargs)
+    return _stock_server_args(**kwargs)
+
+
+_environment_at_start = None if os.environ.get(ENVIRONMENT_VARIABLE) in (None, "0") else current_settings()
+_stock_server_args: Callable[..., Any]
+
+
+def install() -> None:
+    """Assign what is not a hook; safe to call again."""
+    global _stock_server_args
+    from sglang.srt.entrypoints.engine import Engine
+
+    if Engine.server_args_class is not build_server_args:
+        _stock_server_args = Engine.server_args_class
+        Engine.server_args_class = staticmethod(build_server_args)
+
+
+def is_installed() -> bool:
+    from sglang.srt.entrypoints.engine import Engine
+
+    return Engine.server_args_class is build_server_args
 
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     ("sglang.srt.server_args.ServerArgs.add_cli_args", add_flag, HookType.AFTER),
     ("sglang.srt.server_args.ServerArgs.from_cli_args", apply_flag, HookType.BEFORE),
     ("sglang.srt.server_args.ServerArgs.check_server_args", refuse, HookType.AFTER),
-    ("sglang.srt.entrypoints.engine.Engine.__init__", build_engine, HookType.AROUND),
 ]

@@ -37,12 +37,14 @@ def register() -> None:
     """Register all hooks and backends (called by SGLang in every process, once)."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    from sglang_lora_tree import arguments_hooks
     from sglang_lora_tree.composite import backend_hooks
     from sglang_lora_tree.platforms import cpu, cpu_hooks
     from sglang_lora_tree.radix import cache_hooks
 
     for target, hook, hook_type in all_hooks():
         HookRegistry.register(target, hook, hook_type)
+    arguments_hooks.install()
     backend_hooks.register()
     cache_hooks.register()
     if cpu.is_active():
@@ -58,12 +60,16 @@ def check_hooks() -> None:
     import sglang
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    from sglang_lora_tree import arguments_hooks
+
     if sglang.__version__ not in TESTED_VERSIONS and not os.environ.get(VERSION_OVERRIDE):
         raise RuntimeError(
             f"--lora-tree is tested with SGLang {', '.join(TESTED_VERSIONS)} and this is {sglang.__version__}: install a "
             f"tested version, or set {VERSION_OVERRIDE}=1 to try"
         )
     missing = [target for target, _, _ in all_hooks() if target not in HookRegistry._patched]
+    if not arguments_hooks.is_installed():
+        missing.append("sglang.srt.entrypoints.engine.Engine.server_args_class")
     if missing:
         raise RuntimeError(
             "--lora-tree: these hooks did not take in this process, so requests would be served wrongly: "
