@@ -663,20 +663,16 @@ class Loop:
         self.admitted += [request.id for request in admitted]
 
     def _decode(self) -> None:
+        """Slots for all first, requests that are done last: what they leave is being backed up, and locked, until then."""
         for request in list(self.running):
-            if request not in self.running:
-                continue
-            if request.remaining <= 0:
-                self.running.remove(request)
-                request.finish()
-                self.finished.append(request.id)
-                continue
-            while not request.append(len(request.tokens) % 7):
+            while request in self.running and request.remaining > 0 and not request.append(len(request.tokens) % 7):
                 victim = self.running[-1]
                 assert len(self.running) > 1, f"the last running request is out of slots: {self.tree.describe()}"
                 self.running.remove(victim)
-                victim.abort()  # as SGLang: what goes to the tree is backed up first, and locked until then
+                victim.abort()  # as SGLang: nothing goes to the tree, for the same reason
                 self.waiting.insert(0, victim)
                 self.retractions += 1
-                if victim is request:
-                    break
+        for request in [request for request in self.running if request.remaining <= 0]:
+            self.running.remove(request)
+            request.finish()
+            self.finished.append(request.id)
