@@ -42,6 +42,14 @@ def test_it_is_forgotten_once_it_is_gone(broken, identity):
     assert audit.step() == 0
 
 
+def test_an_adapter_that_comes_back_during_a_round_has_no_invalid_kv_from_then_on(broken, identity):
+    audit = InvalidKvAudit(broken.core)
+    assert audit.step(2) == 2
+    data = broken.core.lora_nodes[identity["json"]].node.component_data[0]
+    data.value = data.host_value
+    assert audit.step(3) == 2
+
+
 def test_a_flush_starts_anew(broken):
     audit = InvalidKvAudit(broken.core)
     assert audit.step(3) > 0
