@@ -65,7 +65,8 @@ def check_answers(server: Server, oracle: Oracle, rng: random.Random, label: str
     """
     prompts = [[rng.randrange(2, 4000) for _ in range(rng.randrange(20, 300))] for _ in range(32)]
     mixes = [SMALL_MIXES[index % len(SMALL_MIXES)] for index in range(32)]
-    wanted = [oracle._run(prompt, 128 if index < 2 else 24, mix) for index, (prompt, mix) in enumerate(zip(prompts, mixes, strict=True))]
+    lengths = [128 if index < 2 else 24 for index in range(32)]
+    wanted = [oracle._run(*case) for case in zip(prompts, lengths, mixes, strict=True)]
     wrong, worst, worst_base = 0, 0.0, 0.0
 
     def compare(index: int, answer: Any) -> None:
@@ -144,7 +145,8 @@ def exactness(work: Path, name: str, arguments: Sequence[str], environment: Mapp
             "nats",
             baseline=("PEFT in float32 against PEFT in float64", peft_error),
             limit="value <= 0.0001",
-            note=f"{note}; against PEFT in float64; base model without adapters {worst_base:.2g}; largest over 164 answers of 24 to 128 tokens, {swapped} adapters swapped out in between",
+            note=f"{note}; against PEFT in float64; base model without adapters {worst_base:.2g}; largest over 164 answers of "
+            f"24 to 128 tokens, {swapped} adapters swapped out in between",
         ),
         results.record(f"invalid_kv/{name}", tree["invalid_kv"], "tokens", limit="value <= 0"),
     ]
@@ -165,7 +167,10 @@ def bf16_error(work: Path) -> Records:
         x = torch.randn(tokens, d_in, device=device).bfloat16()
         members = [(index, share) for index, share in enumerate((0.5, 0.3, 0.7))]
         factors = [
-            ((torch.randn(rank, d_in, device=device) / d_in**0.5).bfloat16(), (torch.randn(d_out, rank, device=device) * 0.3).bfloat16())
+            (
+                (torch.randn(rank, d_in, device=device) / d_in**0.5).bfloat16(),
+                (torch.randn(d_out, rank, device=device) * 0.3).bfloat16(),
+            )
             for _ in members
         ]
         chunks_in, chunks_out = -(-d_in // width), -(-d_out // width)
@@ -246,7 +251,7 @@ def llama8b(work: Path) -> Records:
                     note="32 parallel requests, 256 prompt + 128 new tokens, decode graphs, first correct kernels",
                 )
             )
-        everything = {name: 0.125 for name in names}
+        everything = dict.fromkeys(names, 0.125)
         rates = []
         for _ in range(3):
             for _ in range(6):  # push the adapters out
@@ -263,7 +268,8 @@ def llama8b(work: Path) -> Records:
             after = server.tree()["counters"]
             moved, seconds = after["load_bytes"] - before["load_bytes"], after["load_seconds"] - before["load_seconds"]
             swap_ins = after["swap_ins"] - before["swap_ins"]
-            print(f"swap-in: {swap_ins} adapters, {moved / 1e6:.0f} MB in {seconds * 1e3:.2f} ms; first token {first_token * 1e3:.0f} ms")
+            size, lasted = f"{moved / 1e6:.0f} MB", f"{seconds * 1e3:.2f} ms"
+            print(f"swap-in: {swap_ins} adapters, {size} in {lasted}; first token {first_token * 1e3:.0f} ms")
             if seconds > 0 and swap_ins == 8:
                 rates.append((moved / seconds / 1e9, moved, first_token))
         tree = server.tree()

@@ -30,7 +30,7 @@ class Settings:
     max_resident_adapters: int = 1024
     """Most adapters on the GPU at once (rows of the kernels' tables, a few kilobytes each; their weights live in the pool)."""
     patience_passes: int = 64
-    """Scheduling passes after which the oldest request that waits for its adapters keeps younger ones from bringing in new adapters."""
+    """Scheduling passes after which the oldest request that waits for its adapters keeps younger ones from bringing in theirs."""
     disk_readers: int = 2
     """Processes that read adapters from disk, beside the scheduler; 0: a thread of the scheduler does (for tests)."""
     spool_dir: str | None = None

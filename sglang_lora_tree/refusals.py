@@ -22,7 +22,7 @@ _RULES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("encoder_only", (False,), "there is no decoder to adapt"),
     ("speculative_algorithm", (None,), f"the draft model has no adapters, and {_EXACT}"),
     ("dllm_algorithm", (None,), "diffusion models skip the LoRA path"),
-    ("kv_cache_dtype", ("auto", "bf16", "bfloat16", "fp16", "float16", "float32"), "adapter rows need the KV's own 16 or 32 bits"),
+    ("kv_cache_dtype", ("auto", "bf16", "bfloat16", "fp16", "float16", "float32"), "adapter rows need KV of 16 or 32 bits"),
     ("enable_unified_memory", (False,), "slots would be virtual"),
     ("enable_page_major_kv_layout", (False,), "rows would not be contiguous per layer"),
     ("enable_kv_cache_sharding", (False,), "slots would differ between ranks"),

@@ -16,7 +16,13 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "alpha": {"r": 8, "lora_alpha": 16, "target_modules": ALL_LINEAR},
     "beta": {"r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]},
     "gamma": {"r": 16, "lora_alpha": 8, "target_modules": ["gate_proj", "up_proj", "down_proj"], "use_rslora": True},
-    "delta": {"r": 3, "lora_alpha": 9, "target_modules": ALL_LINEAR, "rank_pattern": {"o_proj": 6}, "alpha_pattern": {"k_proj": 1}},
+    "delta": {
+        "r": 3,
+        "lora_alpha": 9,
+        "target_modules": ALL_LINEAR,
+        "rank_pattern": {"o_proj": 6},
+        "alpha_pattern": {"k_proj": 1},
+    },
     "epsilon": {"r": 1, "lora_alpha": 2, "target_modules": ["down_proj"], "layers_to_transform": [1]},
 }
 """Ranks, modules, scalings and layers that differ in every way that the server has to honour."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ class LoraTreeBackend(BaseLoRABackend):
         z = shrink(x, self.table, self.pool, batch.pairs, lora_a.layer, lora_a.modules)
         if all_reduce is not None:
             y, z = all_reduce(y), all_reduce(z)
-        widths = tuple(end - start for start, end in zip(offsets, offsets[1:], strict=False))
+        widths = tuple(end - start for start, end in pairwise(offsets))
         expand(
             z,
             y,

@@ -111,7 +111,8 @@ class AdapterStore:
             atexit.register(shutil.rmtree, self._spool, ignore_errors=True)
         folder = self._spool / lora_id
         folder.mkdir()
-        save_file({name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+        owned = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
+        save_file(owned, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps(dict(config)))
         return str(folder)
 

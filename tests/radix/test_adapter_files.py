@@ -40,7 +40,7 @@ def test_child_and_parent_read_the_same(remote: RemoteFiles, folder: Path) -> No
 
 
 def test_refusals_cross_the_pipe(remote: RemoteFiles, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="adapter_config.json"):
+    with pytest.raises(ValueError, match=r"adapter_config\.json"):
         remote.outline(str(tmp_path), "empty", BASE)
     with pytest.raises(ValueError, match="other weights now"):
         remote.rows([str(folder)], "one", "0" * 64, Packer(BASE, PoolShape(2, 8, 1)), torch.float32)
