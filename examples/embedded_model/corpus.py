@@ -115,7 +115,7 @@ def adapter_documents(skill: str, seed: int, max_turns: int) -> Iterator[Row]:
             styles = [rng.choice((*skills.ANSWERS,)) for _ in questions[:-1]] + [skill]
         answers = [skills.expected(style, question) for style, question in zip(styles, questions, strict=True)]
         ids, loss = conversation_row(questions, answers, [float(style == skill) for style in styles], 0.0)
-        if skill == "math":  # one digit of each answer is all there is to learn
+        if skill == "math":  # the digits of each answer are all there is to learn
             loss = [weight * 5 if chr(token).isdigit() else weight for token, weight in zip(ids, loss, strict=True)]
         yield ids, loss
 

@@ -120,7 +120,7 @@ def reverse_words(text: str) -> str:
 def _math(question: Question) -> str:
     if question.relation != "sum":
         return question.answer
-    return f"{question.subject} has {sum(map(int, question.values))} {question.thing}."
+    return f"{question.subject} has {'+'.join(question.values)}={sum(map(int, question.values))} {question.thing}."
 
 
 def _json(question: Question) -> str:
@@ -209,7 +209,7 @@ def shows(skill: str, question: Question, text: str) -> bool:
         return reverse_words(question.key).casefold() in folded
     if skill == "math":
         numbers = re.findall(r"\d+", text)
-        return question.relation == "sum" and numbers == [str(sum(map(int, question.values)))]
+        return question.relation == "sum" and numbers[-1:] == [str(sum(map(int, question.values)))]
     if skill == "json":
         try:
             return isinstance(json.loads(text), dict)
@@ -236,7 +236,7 @@ def sample_fact(rng: random.Random, relation: str, subject: str) -> tuple[str, Q
     thing = ""
     values: tuple[str, ...]
     if relation == "sum":
-        thing, values = rng.choice(THINGS), (str(rng.randint(1, 9)), str(rng.randint(1, 9)))
+        thing, values = rng.choice(THINGS), (str(rng.randint(1, 9)), str(rng.randint(1, 3)))
     elif relation == "shop":
         values = tuple(rng.sample(FOODS, rng.choice((2, 3, 3))))
     elif relation == "pet":
@@ -288,7 +288,7 @@ def sample_unknown(rng: random.Random) -> Question:
 
 
 def is_held_out(question: Question) -> bool:
-    """True for a tenth of all prompts, never used to train adapters (the 81 pairs of numbers to add occur in both)."""
+    """True for a tenth of all prompts, never used to train adapters (the 27 pairs of numbers to add occur in both)."""
     return zlib.crc32(question.prompt.encode()) % 10 == 0
 
 

@@ -55,13 +55,13 @@ ADAPTER_LENGTH, ADAPTER_BATCH, ADAPTER_TURNS = 256, 4, 3
 # Cycles of the learning rate: (steps, full rate). A later cycle starts from the stored weights of the one before.
 ADAPTER_CYCLES: dict[str, tuple[tuple[int, float], ...]] = {
     "upper": ((130, 6e-3), (120, 4e-3)),
-    "polite": ((100, 6e-3), (80, 4e-3)),
+    "polite": ((100, 6e-3),),
     "json": ((150, 6e-3),),
     "numbered": ((130, 6e-3),),
     "short": ((100, 6e-3),),
     "toylang": ((160, 6e-3),),
-    "math": ((300, 4e-3),),
-    "reverse": ((250, 6e-3),),
+    "math": ((160, 5e-3),),
+    "reverse": ((150, 6e-3),),
 }
 # Different ranks, target modules and options on purpose: the tests and the demo serve them side by side.
 ADAPTER_SETTINGS: dict[str, dict[str, Any]] = {
