@@ -26,8 +26,8 @@ from sglang_lora_tree.config import Settings
 
 from .tree import Loop, Tree, write_adapter
 
-EXAMPLES = int(os.environ.get("LORA_TREE_EXAMPLES", "40"))
-"""Raise it to search longer: 40 take about half a minute."""
+EXAMPLES = int(os.environ.get("LORA_TREE_EXAMPLES", "60"))
+"""Per page size. Raise it to search longer."""
 
 NAMES = ("a", "b", "c")
 CONTENTS = {
@@ -38,6 +38,7 @@ CONTENTS = {
     "large": {"rank": 2, "seed": 5},
 }
 names = st.sampled_from(NAMES)
+contents = st.sampled_from(sorted(CONTENTS))
 weights = st.one_of(
     st.none(),
     names.map(lambda name: {name: 1.0}),
@@ -45,6 +46,7 @@ weights = st.one_of(
 )
 prompts = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=12)
 extra_keys = st.sampled_from([None, "x"])
+requests = st.tuples(weights, prompts, st.integers(1, 25), extra_keys)
 
 
 class TreeMachine(RuleBasedStateMachine):
@@ -58,8 +60,11 @@ class TreeMachine(RuleBasedStateMachine):
         max_resident_adapters=st.sampled_from([1024, 2]),
         host_slots=st.sampled_from([128, 64]),
         ratio=st.sampled_from([1.0, 0.3]),
+        contents=st.tuples(*[contents] * len(NAMES)),
     )
-    def start(self, delay_loads: int, max_resident_adapters: int, host_slots: int, ratio: float) -> None:
+    def start(
+        self, delay_loads: int, max_resident_adapters: int, host_slots: int, ratio: float, contents: tuple[str, ...]
+    ) -> None:
         self.tree = Tree(
             pool_slots=64,
             host_slots=host_slots,
@@ -77,16 +82,21 @@ class TreeMachine(RuleBasedStateMachine):
         """Names that each request was sent with; SGLang unloads none of them before it is done."""
         self.holds: list = []
         self.count = 0
+        self.contents: dict[str, str] = {}
+        self.vanished: set[str] = set()
+        for name, content in zip(NAMES, contents, strict=True):
+            self.load(name, content, pinned=False)
 
     # ---- Users ----
 
-    @rule(name=names, content=st.sampled_from(sorted(CONTENTS)), pinned=st.booleans())
+    @rule(name=names, content=contents, pinned=st.booleans())
     def load(self, name: str, content: str, pinned: bool) -> None:
-        if name in self.names:
+        if name in self.names or content in self.vanished:
             return
         slots = {"small": 2, "layer": 8, "whole": 16, "twin": 16, "large": 32}[content]
         free = self.tree.residency.max_adapter_slots - self.tree.residency.pinned_slots()
         pinned = pinned and slots <= free // 4
+        self.contents[name] = content
         self.names[name] = self.tree.load(name, self.folder / content, pinned)
 
     @rule(name=names)
@@ -95,25 +105,38 @@ class TreeMachine(RuleBasedStateMachine):
             del self.names[name]
             self.tree.unload(name)
 
-    @rule(mix=weights, tokens=prompts, num_new=st.integers(1, 25), extra_key=extra_keys)
-    def submit(self, mix: dict[str, float] | None, tokens: list[int], num_new: int, extra_key: str | None) -> None:
-        mix = {name: weight for name, weight in (mix or {}).items() if name in self.names}
-        if len(mix) > self.tree.settings.max_resident_adapters:
-            return
-        self.count += 1
-        if self.loop.submit(str(self.count), mix, tokens, num_new, extra_key):
-            self.users[str(self.count)] = set(mix)
+    @rule(requests=st.lists(requests, min_size=1, max_size=4), steps=st.integers(0, 8), disk_is_quick=st.booleans())
+    def serve(self, requests: list[tuple], steps: int, disk_is_quick: bool) -> None:
+        for mix, tokens, num_new, extra_key in requests:
+            mix = {name: weight for name, weight in (mix or {}).items() if name in self.names}
+            if len(mix) > self.tree.settings.max_resident_adapters:
+                continue
+            self.count += 1
+            if self.loop.submit(str(self.count), mix, tokens, num_new, extra_key):
+                self.users[str(self.count)] = set(mix)
+        for _ in range(steps):
+            self.step(disk_is_quick)
 
     @precondition(lambda self: self.loop.waiting)
     @rule(data=st.data())
     def abort_waiting(self, data: st.DataObject) -> None:
         self.loop.abort(data.draw(st.sampled_from([r.id for r in self.loop.waiting])))
 
-    @precondition(lambda self: not self._requests() and not self.holds and not self.tree.residency.is_busy)
     @rule()
     def flush(self) -> None:
-        self.tree.settle()  # SGLang flushes only when nothing is under way
+        """SGLang flushes only when nothing runs, waits or is under way."""
+        for request in self.loop.running:
+            request.finish()
+        self.loop.running, self.loop.waiting = [], []
+        while self.holds:
+            self.holds.pop()()
+        self.tree.settle()
         self.tree.flush()
+
+    @rule(name=names)
+    def vanish(self, name: str) -> None:
+        """Or come back."""
+        self._move(self.contents[name])
 
     # ---- Time ----
 
@@ -122,6 +145,7 @@ class TreeMachine(RuleBasedStateMachine):
         if disk_is_quick:
             self.tree.finish_reads()
         self.loop.step()
+        self.tree.check()
 
     @rule()
     def finish_copies(self) -> None:
@@ -179,6 +203,15 @@ class TreeMachine(RuleBasedStateMachine):
         if hasattr(self, "tree"):
             self.tree.check()
 
+    def _move(self, content: str) -> None:
+        here, there = self.folder / content, self.folder / f"{content}.vanished"
+        if content in self.vanished:
+            there.rename(here)
+            self.vanished.remove(content)
+        else:
+            here.rename(there)
+            self.vanished.add(content)
+
     def _requests(self) -> list:
         return self.loop.waiting + self.loop.running
 
@@ -186,16 +219,19 @@ class TreeMachine(RuleBasedStateMachine):
         if not hasattr(self, "tree"):
             return
         with self.tree as tree:
+            for content in list(self.vanished):
+                self._move(content)
             while self.holds:
                 self.holds.pop()()
-            for _ in range(1000):
+            for _ in range(500):
                 if not self._requests():
                     break
                 tree.finish_reads()
                 self.loop.step()
             tree.check()
             assert not self._requests(), f"{[r.id for r in self._requests()]} never finish"
-            assert all("pinned" in message for message in self.loop.failed.values()), self.loop.failed
+            for message in self.loop.failed.values():
+                assert "pinned" in message or "is no folder" in message, message
             for name in self.names:
                 tree.unload(name)
             self.loop.step()
