@@ -107,7 +107,7 @@ def test_second_turns_reuse_the_first(live: Live) -> None:
 
 
 @on("small", "tp2")
-def test_reuse_in_a_small_pool(live: Live) -> None:
+def test_reuse_when_room_is_short(live: Live) -> None:
     """One conversation that fits the pool with its adapters, exact at every turn; pages of four tokens on two ranks."""
     registered = live.server.tree()["registered"]
     names = sorted(live.adapters, key=lambda name: registered[name]["slots"])[:2]
