@@ -130,6 +130,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
 
+
 def log_tail(log: Path) -> str:
     """The end of the server's log, and a hint."""
     lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
