@@ -60,7 +60,7 @@ ADAPTER_CYCLES: dict[str, tuple[tuple[int, float], ...]] = {
     "numbered": ((130, 6e-3),),
     "short": ((100, 6e-3),),
     "toylang": ((160, 6e-3),),
-    "math": ((160, 5e-3),),
+    "math": ((160, 5e-3), (200, 4e-3)),
     "reverse": ((150, 6e-3),),
 }
 # Different ranks, target modules and options on purpose: the tests and the demo serve them side by side.
