@@ -68,7 +68,8 @@ def make_trace(num_requests: int = 12_031, seed: int = 0) -> list[Request]:
         request = _request(kept + tuple(range(next_block, next_block + fresh)), length)
         next_block += fresh
         requests.append(request)
-        open_turns.append(request)
+        if len(request.blocks) < 200:  # longer conversations have come to their end
+            open_turns.append(request)
         del open_turns[:-2000]
     return requests
 

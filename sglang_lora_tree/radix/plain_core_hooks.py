@@ -65,8 +65,23 @@ def common_prefix(edge: RadixKey, key: RadixKey, offset: int, page_size: int) ->
     return length // page_size * page_size
 
 
+class _KeyFrom:
+    """A key from an offset on, as far as a split looks at it: the first page."""
+
+    def __init__(self, key: RadixKey, offset: int) -> None:
+        self._key, self._offset = key, offset
+
+    def __getitem__(self, part: slice) -> _KeyFrom:
+        return _KeyFrom(self._key, part.start)
+
+    def child_key(self, page_size: int) -> Any:
+        return child_key(self._key, self._offset, page_size)
+
+
 class PlainTreeCore(UnifiedTreeCore):
     """See the module's docstring; answers are SGLang's, call for call (tests/radix/test_plain_core_hooks.py)."""
+
+    root_node: UnifiedTreeNode
 
     def __init__(self, params: Any, components: dict[ComponentType, Any]) -> None:
         assert tuple(components) == (BASE_COMPONENT_TYPE,), f"a plain KV pool has one component, got {tuple(components)}"
@@ -117,9 +132,7 @@ class PlainTreeCore(UnifiedTreeCore):
         while above is not None:
             above.last_access_time = now
             now -= _ROOT_PATH_STEP
-            if not self._monotone:
-                self.evictable_device_leaves.refresh(above)
-                self.evictable_host_leaves.refresh(above)
+            self._note_change(above)
             above = above.parent
 
         return MatchResult(
@@ -173,10 +186,16 @@ class PlainTreeCore(UnifiedTreeCore):
 
     def _split_node(self, key: RadixKey, child: UnifiedTreeNode, split_len: int) -> tuple[UnifiedTreeNode, Any]:
         # SGLang cuts the whole rest of the key off to read its first page.
-        return super()._split_node(key[: split_len + self.page_size], child, split_len)
+        upper, action = super()._split_node(_KeyFrom(key, 0), child, split_len)
+        self._note_change(child)  # a split makes the rest newer, and shorter
+        return upper, action
 
     def _touch_node(self, node: UnifiedTreeNode) -> None:
         node.last_access_time = float(get_and_increase_time_counter())
+        self._note_change(node)
+
+    def _note_change(self, node: UnifiedTreeNode) -> None:
+        """File a leaf anew whose value may have fallen; under the monotone policies a touch only raises it."""
         if not self._monotone:
             self.evictable_device_leaves.refresh(node)
             self.evictable_host_leaves.refresh(node)
@@ -301,7 +320,7 @@ class PlainComponent(FullComponent):
     def _evict_device_start(self, request_cnt: int) -> None:
         self._evict_device_request_cnt = request_cnt
         self._evict_device_last_node = None
-        self._evict_device_heap = []
+        self._evict_device_heap: list[Any] = []
         self._offered: list[UnifiedTreeNode] = []
 
     def _evict_device_next_node(
