@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,13 +108,18 @@ def small_judge(llama: Path, five: dict[str, Path], others: dict[str, Path]) -> 
 
 
 @pytest.fixture(scope="session")
-def embedded_judge() -> Judge:
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
+    """A copy of the embedded model and its adapters, so that nobody trains them meanwhile."""
+    folder = tmp_path_factory.mktemp("embedded")
+    for part in ("model", "adapters"):
+        shutil.copytree(EMBEDDED / part, folder / part)
+    return folder / "model", {path.name: path for path in sorted((folder / "adapters").iterdir())}
+
+
+@pytest.fixture(scope="session")
+def embedded_judge(embedded: tuple[Path, dict[str, Path]]) -> Judge:
     torch.set_num_threads(1)
-    return Judge(EMBEDDED / "model", embedded_adapters())
-
-
-def embedded_adapters() -> dict[str, Path]:
-    return {path.name: path for path in sorted((EMBEDDED / "adapters").iterdir())}
+    return Judge(*embedded)
 
 
 @pytest.fixture(scope="session")
@@ -122,7 +128,8 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         pytest.skip("these servers are those of the CPU platform (a GPU is tests/live/test_gpu.py's)")
     configuration = CONFIGURATIONS[request.param]
     if configuration.embedded:
-        model, adapters, judge, vocab = EMBEDDED / "model", embedded_adapters(), "embedded_judge", 256
+        model, adapters = request.getfixturevalue("embedded")
+        judge, vocab = "embedded_judge", 256
     else:
         model, adapters = request.getfixturevalue("llama"), request.getfixturevalue("five")
         judge, vocab = "small_judge", 320
