@@ -118,7 +118,10 @@ class Residency:
         self._reading: set[str] = set()
         self._failures: dict[str, str] = {}
         self._holds: dict[str, _Hold] = {}
+        self._pinned: set[str] = set()
+        """Adapters to keep on the GPU..."""
         self._pins: dict[str, Callable[[], None]] = {}
+        """... and those that are there, with what lets them go."""
         self._unreadable_pins: set[str] = set()
         self._passes_waited: dict[str, int] = {}
         self._first_look: dict[str, float] = {}
@@ -161,12 +164,15 @@ class Residency:
     def note_registered(self, stored: StoredAdapter) -> None:
         """A name was added to the store: its history KV, if any is left, counts again."""
         self._layouts[stored.identity] = self.packer.plan(stored.outline)
+        if stored.is_pinned:
+            self._pinned.add(stored.identity)
         self._unreadable_pins.discard(stored.identity)
         self._refresh_registered(stored.identity)
 
     def note_unregistered(self, stored: StoredAdapter) -> None:
         """A name was removed: an adapter without names, and KV of it, is the first to leave from now on."""
         if not stored.is_pinned:
+            self._pinned.discard(stored.identity)
             self._unpin(stored.identity)
         self._refresh_registered(stored.identity)
         self._forget_unknown(stored.identity)
@@ -212,16 +218,25 @@ class Residency:
 
     def pinned_slots(self, but: Iterable[str] = ()) -> int:
         """Slots of pinned adapters, other than those named."""
-        spared = set(but)
-        return sum(
-            self._layouts[stored.identity].num_slots
-            for stored in self.store
-            if stored.is_pinned and stored.identity not in spared
-        )
+        return sum(self._layouts[identity].num_slots for identity in self._pinned.difference(but))
 
-    def token_capacity(self, demand: Demand) -> int:
-        """Tokens of KV that a request can ever have beside its adapters; not positive if they never fit together."""
-        return self.cache.num_pool_slots - self.slots_of(demand) - self.pinned_slots(but=demand.members)
+    def reserved_slots(self, demand: Demand | None) -> int:
+        """Slots that a request can never have for its tokens: its adapters', its mix node's and those of pinned adapters."""
+        return self.pinned_slots() if demand is None else self.slots_of(demand) + self.pinned_slots(but=demand.members)
+
+    def room_for_output(self, demand: Demand | None, prompt_length: int) -> int:
+        """New tokens that a request may ever have; less than one: it can never run."""
+        # One page for its last token's, one for the allocator's rounding, as SGLang's own bound keeps it.
+        return self.cache.num_pool_slots - self.reserved_slots(demand) - prompt_length - 2 * self.cache.page_size
+
+    def describe_misfit(self, demand: Demand | None, prompt_length: int) -> str:
+        """Why a request can never run, for its sender."""
+        slots = 0 if demand is None else self.slots_of(demand)
+        return (
+            f"the request does not fit the pool: its adapters take {slots} slots, pinned adapters "
+            f"{self.reserved_slots(demand) - slots}, its prompt {prompt_length}, of {self.cache.num_pool_slots} in all; send a "
+            "shorter prompt or a smaller mix, unpin adapters, or raise --max-total-tokens"
+        )
 
     def index_of(self, identity: str) -> int:
         """The kernels' number of an adapter on the GPU."""
@@ -244,11 +259,9 @@ class Residency:
     def _missing_pins(self) -> list[str]:
         """Pinned adapters that are not on the GPU yet, but for those whose files cannot be read."""
         return [
-            stored.identity
-            for stored in self.store
-            if stored.is_pinned
-            and stored.identity not in self._pins
-            and (stored.identity not in self._unreadable_pins or stored.identity in self.core.lora_nodes)
+            identity
+            for identity in sorted(self._pinned.difference(self._pins))
+            if identity not in self._unreadable_pins or identity in self.core.lora_nodes
         ]
 
     def begin_pass(self, waiting: Iterable[str]) -> None:
@@ -263,20 +276,25 @@ class Residency:
         patience = self.settings.patience_passes
         self._blocker = next((name for name in order if self._passes_waited.get(name, 0) >= patience), None)
 
-    def admit(self, request_id: str, demand: Demand | None, room: int, alone: bool) -> Verdict:
+    def admit(self, request_id: str, demand: Demand | None, prompt_length: int, room: int, alone: bool) -> Verdict:
         """Whether a waiting request can run now; if not, what it needs is on its way.
 
         Args:
             request_id: of the request, as given to :meth:`begin_pass`.
             demand: None for the base model.
+            prompt_length: of the request, in tokens.
             room: slots that may still be taken in this pass without touching what admitted requests were promised.
             alone: nothing runs and nothing has been admitted in this pass.
         """
         if self._must_wait_for_blocker(request_id, demand):
             return Verdict.WAIT
+        if alone and self.reserved_slots(demand) and self.room_for_output(demand, prompt_length) < 1:
+            # It fitted when it came; an adapter has been pinned since.
+            self._failures[request_id] = self.describe_misfit(demand, prompt_length)
+            return Verdict.FAILED
         if demand is None:
             return Verdict.READY
-        if self.failure_of(demand) is not None:
+        if self.failure_of(request_id, demand) is not None:
             return Verdict.FAILED
         absent = [member for member in demand.members if not self.core.is_resident(member)]
         if request_id not in self._first_look:
@@ -284,14 +302,8 @@ class Residency:
             self.counters.adapter_hits += len(demand.members) - len(absent)
             self.counters.adapter_misses += len(absent)
         if absent:
-            if alone and self.token_capacity(demand) <= 0:
-                self._failures[demand.identity] = (
-                    f"the adapters of this request take {self.slots_of(demand)} slots and no longer fit the pool beside the "
-                    f"pinned adapters ({self.pinned_slots()} slots): unpin some or send smaller mixes"
-                )
-                return Verdict.FAILED
             self._bring(request_id, demand, absent, room, alone)
-            return Verdict.FAILED if self.failure_of(demand) is not None else Verdict.WAIT
+            return Verdict.FAILED if self.failure_of(request_id, demand) is not None else Verdict.WAIT
         nodes = [self.core.lora_nodes[member] for member in demand.members]
         if not all(self.cache.is_loaded(node) for node in nodes):
             return Verdict.WAIT
@@ -316,9 +328,10 @@ class Residency:
             if lora_node is not None:
                 lora_node.visits += 1
 
-    def failure_of(self, demand: Demand) -> str | None:
+    def failure_of(self, request_id: str, demand: Demand | None) -> str | None:
         """Why a request can not be served, if it can not."""
-        return next((self._failures[name] for name in (demand.identity, *demand.members) if name in self._failures), None)
+        names = (request_id,) if demand is None else (request_id, *demand.members)
+        return next((self._failures[name] for name in names if name in self._failures), None)
 
     def end_pass(self, batch_formed: bool) -> None:
         """Finish a pass; without a batch, nothing else would start the copies that were queued."""

@@ -99,28 +99,18 @@ def limit_length(result: None, scheduler: Any, req: Req) -> None:
     """AFTER ``Scheduler.init_req_max_new_tokens``: prompt, output and adapters share one pool."""
     if STATE.manager is None:
         return
+    residency, weighted = STATE.residency, demand_of(req)
+    assert residency is not None, "a request before the tree is attached"
+    demand = None if weighted is None else weighted.demand
     error = getattr(req, "lora_tree_error", None)
+    if error is None and residency.reserved_slots(demand) == 0:
+        return  # the whole pool is there for it, and SGLang has looked at that
+    length = len(req.origin_input_ids)
+    room = residency.room_for_output(demand, length)
+    if error is None and room < 1:
+        error = residency.describe_misfit(demand, length)
     if error is not None:
         _refuse(req, error)
-        return
-    weighted = demand_of(req)
-    residency = STATE.residency
-    assert residency is not None, "a request before the tree is attached"
-    members = () if weighted is None else weighted.demand.members
-    slots = 0 if weighted is None else residency.slots_of(weighted.demand)
-    pinned = residency.pinned_slots(but=members)
-    if slots + pinned == 0:
-        return  # the whole pool is there, and SGLang has looked at that
-    # One page for the allocator's rounding, as SGLang's own bound keeps it.
-    size = residency.cache.num_pool_slots
-    room = size - slots - pinned - len(req.origin_input_ids) - 2 * residency.cache.page_size
-    if room < 1:
-        _refuse(
-            req,
-            f"the request does not fit the pool: its {len(members)} adapter(s) take {slots} slots, pinned adapters {pinned}, "
-            f"its prompt {len(req.origin_input_ids)}, of {size} in all; send a shorter prompt or a smaller mix, or raise "
-            "--max-total-tokens",
-        )
         return
     params = req.sampling_params
     params.max_new_tokens = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
@@ -196,10 +186,9 @@ def can_schedule(original: Callable[..., bool], scheduler: Any, req: Req, runnin
         return False
     adder = STATE.adder
     alone = not adder.can_run_list and scheduler.running_batch.is_empty()
-    verdict = residency.admit(req.rid, demand, int(adder.rem_total_tokens), alone)
+    verdict = residency.admit(req.rid, demand, len(req.origin_input_ids), int(adder.rem_total_tokens), alone)
     if verdict is Verdict.FAILED:
-        assert demand is not None
-        STATE.failed.append((req, str(residency.failure_of(demand))))
+        STATE.failed.append((req, str(residency.failure_of(req.rid, demand))))
     elif verdict is Verdict.READY:
         STATE.ready.append(req)
     return verdict is Verdict.READY

@@ -155,7 +155,7 @@ def test_members_that_cannot_be_resident_together_are_refused(make_tree) -> None
     loop = Loop(tree)
     assert loop.submit("two", {"a": 0.5, "b": 0.5}, [1], num_new=2)
     assert not loop.submit("three", {"a": 0.5, "b": 0.5, "c": 0.5}, [1])
-    assert tree.residency.token_capacity(tree.demand({"a": 0.5, "b": 0.5, "c": 0.5})) < 0
+    assert tree.residency.reserved_slots(tree.demand({"a": 0.5, "b": 0.5, "c": 0.5})) > tree.cache.num_pool_slots
     loop.run(100)
 
 
@@ -257,7 +257,7 @@ def test_a_hold_taken_back_while_its_request_brings_something_in_is_not_lost(mak
         return start(lora_node)
 
     tree.cache.start_swap_in = start_and_run_short
-    assert residency.admit("mix", demand, room=100, alone=False) is Verdict.WAIT
+    assert residency.admit("mix", demand, prompt_length=1, room=100, alone=False) is Verdict.WAIT
     tree.cache.start_swap_in = start
     residency.end_pass(batch_formed=False)
     residency.begin_pass([])  # the request is aborted

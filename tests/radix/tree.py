@@ -589,7 +589,7 @@ class Loop:
         """Queue a request; False if its length and its adapters do not fit together (a 400)."""
         demand = self.tree.demand(weights)
         if demand is not None:
-            room = self.tree.residency.token_capacity(demand) - len(tokens) - 2 * self.tree.page_size
+            room = self.tree.residency.room_for_output(demand, len(tokens))
             if room < 1:
                 return False
             num_new = min(num_new, room)
@@ -632,10 +632,10 @@ class Loop:
         for request in self.waiting:
             room = int(cache.num_free_slots + cache.evictable_size() - promised)
             alone = not admitted and not self.running
-            verdict = residency.admit(request.id, request.demand, room, alone)
+            verdict = residency.admit(request.id, request.demand, request.prompt, room, alone)
             if verdict is Verdict.FAILED:
                 failed.append(request)
-                self.failed[request.id] = str(residency.failure_of(request.demand))
+                self.failed[request.id] = str(residency.failure_of(request.id, request.demand))
             if verdict is not Verdict.READY:
                 continue
             ready.append(request)
