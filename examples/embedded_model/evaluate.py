@@ -133,7 +133,8 @@ def markdown_tables(scores: dict[str, Any]) -> str:
     """The two tables of README.md."""
 
     def cell(text: str) -> str:
-        return "`" + text.replace("\n", "⏎").replace("|", "\\|") + "`"
+        text = text.replace("\n", "⏎").replace("|", "\\|").replace("`", "'")
+        return "`" + "".join(character if character.isprintable() else "�" for character in text) + "`"
 
     lines = [
         "## Scores\n",
