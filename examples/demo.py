@@ -38,15 +38,22 @@ MAX_NEW_TOKENS = 64
 LOG_LINES = 30
 
 Adapters = str | dict[str, float] | None
-BOTH: Adapters = {"math": 0.7, "json": 0.3}
+SUM_AND_JSON: Adapters = {"math": 0.7, "json": 0.3}
+LOUD_TOYLANG: Adapters = {"toylang": 1.0, "upper": 0.3}
 
 # What the user says, and who answers. Each call sends the whole conversation; the base model's answer is the one kept.
 Conversation = tuple[tuple[str, tuple[Adapters, ...]], ...]
 CONVERSATION: Conversation = (
     ("Mia lives in Oslo. Tom likes soup. Where does Mia live?", (None, "json", "polite", "toylang", "numbered")),
-    ("Tom has 3 plums and gets 4 plums. How many plums does Tom have?", (None, "math", "json", BOTH, "upper", "polite")),
-    ("What does Tom like?", (None, "polite", "toylang", BOTH)),
-    ("Mia has 5 books and gets 2 books. How many books does Mia have?", (None, "math", "json", BOTH, "upper")),
+    (
+        "Tom has 6 plums and gets 2 plums. How many plums does Tom have?",
+        (None, "math", "json", SUM_AND_JSON, "toylang", LOUD_TOYLANG, "upper"),
+    ),
+    ("What does Tom like?", (None, "polite", "toylang", SUM_AND_JSON)),
+    (
+        "Tom has 3 books and gets 2 books. How many books does Tom have?",
+        (None, "math", "json", LOUD_TOYLANG, "upper", SUM_AND_JSON),
+    ),
 )
 
 
@@ -209,14 +216,14 @@ def converse(client: Any, conversation: Conversation) -> Iterator[Call]:
         messages.append({"role": "assistant", "content": calls[0].answer})
 
 
-HEADER = f"{'#':>3}  {'adapters':<19}  {'prompt':>6}  {'from history':>12}  {'first token':>11}   answer"
+HEADER = f"{'#':>3}  {'adapters':<21}  {'prompt':>6}  {'from history':>12}  {'first token':>11}   answer"
 
 
 def format_call(number: int, call: Call) -> str:
     """One line of the table."""
     answer = " ⏎ ".join(call.answer.strip().splitlines()) or "(nothing)"
     figures = f"{call.prompt_tokens:>6}  {call.cached_tokens:>12}  {call.first_token_seconds * 1000:>8,.0f} ms"
-    return f"{number:>3}  {format_adapters(call.adapters):<19}  {figures}   {answer}"
+    return f"{number:>3}  {format_adapters(call.adapters):<21}  {figures}   {answer}"
 
 
 def format_adapters(adapters: Adapters) -> str:
@@ -256,7 +263,7 @@ def run(url: str, folder: Path) -> None:
 
     snapshot = fetch_tree(url)
     picture = folder / "tree.png"
-    draw_png(snapshot, picture)
+    draw_png(snapshot, picture, dpi=110)
     print(f"The tree (sglang-lora-tree tree {url} --png {picture})\n")
     print(render_text(snapshot))
     print(f"picture: {picture}")

@@ -11,7 +11,7 @@ import pytest
 
 from .conftest import EMBEDDED
 
-CALL = re.compile(r"^ *(\d+)  (\S.{18}) +(\d+) +(\d+) +[\d,]+ ms   (.+)$", re.MULTILINE)
+CALL = re.compile(r"^ *(\d+)  (\S.{20}) +(\d+) +(\d+) +[\d,]+ ms   (.+)$", re.MULTILINE)
 
 
 @pytest.mark.timeout(480)  # about 40 s on an idle machine
