@@ -264,7 +264,8 @@ def run(url: str, folder: Path) -> None:
     snapshot = fetch_tree(url)
     picture = folder / "tree.png"
     draw_png(snapshot, picture, dpi=110)
-    print(f"The tree (sglang-lora-tree tree {url} --png {picture})\n")
+    print(f"The tree (sglang-lora-tree tree {url} --png {picture}): adapters and mixes stand below the virtual root,")
+    print("their KV below them, the base model's KV below the root itself; each node says where it is.\n")
     print(render_text(snapshot))
     print(f"picture: {picture}")
     print(f"invalid KV: {snapshot['invalid_kv']}")

@@ -32,7 +32,7 @@ def test_demo(tmp_path: Path) -> None:
         found_again += adapters in seen and int(cached) > 0
         seen.add(adapters)
     assert found_again >= 8 and "0.7 math + 0.3 json" in {name.strip() for name in seen}, out
-    for part in ("virtual root", "adapter math", "mix json:0.3, math:0.7", "KV ", "[GPU+host]", "[host]"):
+    for part in ("virtual root", "adapter math", "├─ mix ", "math:0.7", "json:0.3", "KV ", "[GPU+host]", "[host]"):
         assert part in out, f"{part} is not shown\n{out}"
     assert out.endswith("invalid KV: 0\n"), out
     assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
