@@ -50,6 +50,6 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$shared" ]; then
     rm -rf .venv
     "$python" -m venv --without-pip .venv
     echo "$shared/$site" >".venv/$site/shared_dependencies.pth"
-    .venv/bin/python -m pip install -q --no-deps --no-build-isolation --editable .
+    .venv/bin/python -m pip install -qq --no-deps --no-build-isolation --editable .
     echo "$shared" >"$stamp"
 fi
