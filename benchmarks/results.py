@@ -125,7 +125,11 @@ def _rounded(value: float) -> float:
 
 
 def _relative(argument: str) -> str:
-    return os.path.relpath(argument) if os.path.isabs(argument) else argument
+    """A path as seen from here; one outside of here by its name alone, since it says nothing on another machine."""
+    if not os.path.isabs(argument):
+        return argument
+    near = os.path.relpath(argument)
+    return os.path.basename(argument) if near.startswith("..") else near
 
 
 def _holds(limit: str, value: float, ratio: float | None) -> bool:

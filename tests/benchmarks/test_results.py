@@ -56,4 +56,8 @@ def test_committed_results_are_records() -> None:
         for entry in json.loads(path.read_text()):
             missing = set(results.record("m", 1.0, "ms")) - set(entry)
             assert not missing, f"{path.name}: {entry.get('metric')} lacks {sorted(missing)}"
-            assert "/root" not in entry["command"] and "/work" not in entry["command"]
+
+
+def test_command_has_no_paths_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["bench", str(Path.cwd() / "data" / "x.gz"), "/elsewhere/y.gz", "--calls", "3"])
+    assert results.command().endswith(" data/x.gz y.gz --calls 3")
