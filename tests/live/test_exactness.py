@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from .conftest import Live, on
 from .judge import Mix, random_prompts
+from .server import wait_until
 
 NUM_NEW = 8
 
@@ -149,8 +149,8 @@ def test_retraction(live: Live) -> None:
     size = live.pool_size
     with ThreadPoolExecutor() as pool:
         running = pool.submit(ask_two, 0, size * 2 // 5)
-        time.sleep(1)
-        ask_two(2, size * 3 // 10)
+        wait_until(lambda: live.server.tree()["pool"]["slots"]["gpu"]["running_kv"] > 20, 60, "nothing runs")
+        ask_two(2, size * 7 // 20)
         running.result()
     assert live.server.read_log().count("Retract requests") > before, "nothing was retracted: make outputs longer"
 
