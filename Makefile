@@ -13,7 +13,7 @@ lint: venv
 	$(PYTHON_BIN) -m mypy
 
 bench: venv
-	$(PYTHON_BIN) benchmarks/tree.py
+	$(PYTHON_BIN) -m benchmarks.tree
 
 venv:
 	@bash scripts/make_venv.sh

@@ -129,7 +129,7 @@ class Residency:
         self._blocker: str | None = None
         cache.delay_loads = settings.delay_loads
         cache.on_reset = self._forget_everything
-        cache.on_shortage = self.release_holds
+        cache.on_shortage = self.take_back
         self.core.listener.on_resident = self._on_resident
         self.core.listener.on_evicted = self._on_evicted
         self.core.listener.on_removed = self._on_removed
@@ -229,13 +229,25 @@ class Residency:
         # One page for its last token's, one for the allocator's rounding, as SGLang's own bound keeps it.
         return self.cache.num_pool_slots - self.reserved_slots(demand) - prompt_length - 2 * self.cache.page_size
 
-    def describe_misfit(self, demand: Demand | None, prompt_length: int) -> str:
-        """Why a request can never run, for its sender."""
+    def find_misfit(self, demand: Demand | None, prompt_length: int) -> str | None:
+        """Why a request can never run beside its adapters and the pinned ones, for its sender; None if it can."""
+        reserved = self.reserved_slots(demand)
+        if reserved == 0:
+            return None  # the whole pool is there for it, and SGLang has looked at that
+        members = () if demand is None else demand.members
+        pinned = len(self._pinned.difference(members))
+        if members and len(members) + pinned > self.table.capacity:
+            return (
+                f"the request needs {len(members)} adapters on the GPU at once, beside {pinned} pinned ones, and there is room "
+                f"for {self.table.capacity}: unpin adapters, send a smaller mix, or raise max_resident_adapters"
+            )
+        if self.room_for_output(demand, prompt_length) >= 1:
+            return None
         slots = 0 if demand is None else self.slots_of(demand)
         return (
-            f"the request does not fit the pool: its adapters take {slots} slots, pinned adapters "
-            f"{self.reserved_slots(demand) - slots}, its prompt {prompt_length}, of {self.cache.num_pool_slots} in all; send a "
-            "shorter prompt or a smaller mix, unpin adapters, or raise --max-total-tokens"
+            f"the request does not fit the pool: its adapters take {slots} slots, pinned adapters {reserved - slots}, its prompt "
+            f"{prompt_length}, of {self.cache.num_pool_slots} in all; send a shorter prompt or a smaller mix, unpin adapters, or "
+            "raise --max-total-tokens"
         )
 
     def index_of(self, identity: str) -> int:
@@ -288,9 +300,9 @@ class Residency:
         """
         if self._must_wait_for_blocker(request_id, demand):
             return Verdict.WAIT
-        if alone and self.reserved_slots(demand) and self.room_for_output(demand, prompt_length) < 1:
-            # It fitted when it came; an adapter has been pinned since.
-            self._failures[request_id] = self.describe_misfit(demand, prompt_length)
+        misfit = self.find_misfit(demand, prompt_length) if alone else None
+        if misfit is not None:
+            self._failures[request_id] = misfit  # it fitted when it came; an adapter has been pinned since
             return Verdict.FAILED
         if demand is None:
             return Verdict.READY
@@ -338,6 +350,11 @@ class Residency:
         self._failures.clear()  # whoever comes later tries again
         if not batch_formed:
             self.cache.submit_loads()
+
+    def take_back(self) -> bool:
+        """Running requests find no slot: free what only waiting requests keep. True if there was any."""
+        # Not `or`: a load under way keeps its slots even when nobody holds its adapter any more.
+        return any([self.release_holds(), self.cache.finish_loads()])
 
     def release_holds(self, younger_than: str | None = None) -> bool:
         """Take back what waiting requests hold: all of them, or those behind one in the queue. True if there was any."""
@@ -453,7 +470,7 @@ class Residency:
                 if host_slots is None:
                     return False
                 mix = self.core.add_mix(demand.identity, demand.members, host_slots)
-            device_slots = self.cache.allocate_device(self.cache.page_size)
+            device_slots = self.cache.allocate_for_waiting(self.cache.page_size)
             if device_slots is None:
                 return False
             self.core.materialize(mix, device_slots)

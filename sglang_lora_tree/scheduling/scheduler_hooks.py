@@ -102,18 +102,13 @@ def limit_length(result: None, scheduler: Any, req: Req) -> None:
     residency, weighted = STATE.residency, demand_of(req)
     assert residency is not None, "a request before the tree is attached"
     demand = None if weighted is None else weighted.demand
-    error = getattr(req, "lora_tree_error", None)
-    if error is None and residency.reserved_slots(demand) == 0:
-        return  # the whole pool is there for it, and SGLang has looked at that
     length = len(req.origin_input_ids)
-    room = residency.room_for_output(demand, length)
-    if error is None and room < 1:
-        error = residency.describe_misfit(demand, length)
+    error = getattr(req, "lora_tree_error", None) or residency.find_misfit(demand, length)
     if error is not None:
         _refuse(req, error)
-        return
-    params = req.sampling_params
-    params.max_new_tokens = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
+    elif residency.reserved_slots(demand):
+        room, params = residency.room_for_output(demand, length), req.sampling_params
+        params.max_new_tokens = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
 
 
 def _refuse(req: Req, message: str) -> None:

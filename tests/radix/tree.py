@@ -589,10 +589,9 @@ class Loop:
         """Queue a request; False if its length and its adapters do not fit together (a 400)."""
         demand = self.tree.demand(weights)
         if demand is not None:
-            room = self.tree.residency.room_for_output(demand, len(tokens))
-            if room < 1:
+            if self.tree.residency.find_misfit(demand, len(tokens)) is not None:
                 return False
-            num_new = min(num_new, room)
+            num_new = min(num_new, self.tree.residency.room_for_output(demand, len(tokens)))
         request = Running(self.tree, name, demand, list(tokens), extra_key, num_new)
         request.prompt = len(tokens)
         self.waiting.append(request)
