@@ -33,7 +33,8 @@ def test_what_can_never_fit_is_refused(live: Live, wide: list[str]) -> None:
     assert 2 * slots < pool < 3 * slots, "the test needs adapters of another size"
     short, long = (random_prompts(1, length, live.vocab, seed=31)[0] for length in (5, pool - 2 * slots + 1))
     message = live.server.refuse([short], 4, [dict.fromkeys(wide[:3], 0.5)])
-    assert "does not fit the pool" in message and str(3 * slots) in message
+    mix_node = live.server.tree()["pool"]["page_size"]
+    assert "does not fit the pool" in message and f"take {3 * slots + mix_node} slots" in message
     message = live.server.refuse([long], 4, [dict.fromkeys(wide[:2], 0.5)])
     assert "does not fit the pool" in message and str(len(long)) in message
     mix: Mix = dict.fromkeys(wide[:2], 0.5)
