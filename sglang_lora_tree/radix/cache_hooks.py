@@ -8,8 +8,7 @@ requests hold (``evict_for_alloc``). The rest, HiCache included, is SGLang's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,8 +40,6 @@ class LoraTreeCache(UnifiedRadixCache):
     def __init__(self, params: Any) -> None:
         self.on_reset: Callable[[], None] = lambda: None
         self.on_shortage: Callable[[], bool] = lambda: False
-        self._for_waiting = False
-        """Slots are being looked for on behalf of a request that does not run yet: it may not take back what others hold."""
         self.delay_loads = 0
         self._delayed: list[tuple[int, Any]] = []
         self.load_seconds = 0.0
@@ -84,22 +81,10 @@ class LoraTreeCache(UnifiedRadixCache):
             more = super().evict_for_alloc(EvictParams(num_tokens=wanted - self.num_free_slots), **kwargs)
             result.num_tokens_evicted += more.num_tokens_evicted
         missing = params.num_tokens - result.num_tokens_evicted
-        if missing > 0 and not self._for_waiting and self.on_shortage():
+        if missing > 0 and self.on_shortage():
             more = super().evict_for_alloc(EvictParams(num_tokens=missing), **kwargs)
             result.num_tokens_evicted += more.num_tokens_evicted
         return result
-
-    def load_back(self, node_id: int, mem_quota: int | None = None, req: Any = None) -> bool:
-        with self._on_behalf_of_waiting():
-            return super().load_back(node_id, mem_quota, req)
-
-    @contextmanager
-    def _on_behalf_of_waiting(self) -> Iterator[None]:
-        before, self._for_waiting = self._for_waiting, True
-        try:
-            yield
-        finally:
-            self._for_waiting = before
 
     # ---- What residency asks for ----
 
@@ -149,15 +134,10 @@ class LoraTreeCache(UnifiedRadixCache):
         self.host_pool.free(slots)
 
     def allocate_device(self, num_slots: int) -> torch.Tensor | None:
-        """Device slots for a running request, after evicting the least valuable leaves as far as needed."""
+        """Device slots, after evicting the least valuable leaves as far as needed."""
         if self.num_free_slots < num_slots:
             self.evict_for_alloc(EvictParams(num_tokens=num_slots - self.num_free_slots))
         return self.token_to_kv_pool_allocator.alloc(num_slots)
-
-    def allocate_for_waiting(self, num_slots: int) -> torch.Tensor | None:
-        """Device slots for a request that does not run yet: nothing is taken back from others for it."""
-        with self._on_behalf_of_waiting():
-            return self.allocate_device(num_slots)
 
     def evict_some(self, num_slots: int) -> int:
         """Evict the least valuable leaves; returns how many slots came free."""
@@ -188,20 +168,6 @@ class LoraTreeCache(UnifiedRadixCache):
         while self._delayed and self._delayed[0][0] <= 0 and self.has_load_slot():
             self.cache_controller.load_queue.append(self._delayed.pop(0)[1])
             self.submit_loads()
-
-    def finish_loads(self) -> bool:
-        """Wait for the copies under way (milliseconds), so that what they lock can be evicted; True if there was any.
-
-        The last resort of a decode step that finds no slot: SGLang would abort the last running request instead.
-        """
-        controller = self.cache_controller
-        controller.load_queue.extend(load for _, load in self._delayed)
-        self._delayed = []
-        started = bool(controller.load_queue or controller.ack_load_queue)
-        while controller.load_queue or controller.ack_load_queue:
-            self.loading_check(finish_count=len(controller.ack_load_queue))
-            self.submit_loads()
-        return started
 
     def loading_check(self, finish_count: int | None = None) -> None:
         """Count what finished loads moved, and how long that took where the device keeps time."""

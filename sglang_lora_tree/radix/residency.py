@@ -129,7 +129,7 @@ class Residency:
         self._blocker: str | None = None
         cache.delay_loads = settings.delay_loads
         cache.on_reset = self._forget_everything
-        cache.on_shortage = self.take_back
+        cache.on_shortage = self.release_holds
         self.core.listener.on_resident = self._on_resident
         self.core.listener.on_evicted = self._on_evicted
         self.core.listener.on_removed = self._on_removed
@@ -351,11 +351,6 @@ class Residency:
         if not batch_formed:
             self.cache.submit_loads()
 
-    def take_back(self) -> bool:
-        """Running requests find no slot: free what only waiting requests keep. True if there was any."""
-        # Not `or`: a load under way keeps its slots even when nobody holds its adapter any more.
-        return any([self.release_holds(), self.cache.finish_loads()])
-
     def release_holds(self, younger_than: str | None = None) -> bool:
         """Take back what waiting requests hold: all of them, or those behind one in the queue. True if there was any."""
         place = self._places.get(younger_than, -1) if younger_than is not None else -1
@@ -470,7 +465,7 @@ class Residency:
                 if host_slots is None:
                     return False
                 mix = self.core.add_mix(demand.identity, demand.members, host_slots)
-            device_slots = self.cache.allocate_for_waiting(self.cache.page_size)
+            device_slots = self.cache.allocate_device(self.cache.page_size)
             if device_slots is None:
                 return False
             self.core.materialize(mix, device_slots)

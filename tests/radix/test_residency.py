@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_lora_tree.config import Settings
 from sglang_lora_tree.radix.residency import Verdict
@@ -589,23 +588,4 @@ def test_a_second_turn_finds_at_least_the_whole_pages_of_the_first(make_tree, pa
     tree.cache.evict_some(200)  # and after a way through host memory
     loop.submit("last", {"a": 0.25, "b": -1.0}, tokens, num_new=2)
     loop.run(50)
-    tree.check()
-
-
-def test_a_shortage_during_decode_gets_the_slots_of_a_load_under_way(make_tree) -> None:
-    """A copy under way locks its slots; the last running request must get them all the same, not be aborted."""
-    tree = make_tree("a", pool_slots=SLOTS + 20, settings=Settings(disk_readers=0, delay_loads=1000))
-    residency, cache = tree.residency, tree.cache
-    demand = tree.demand({"a": 1.0})
-    while not tree.core.is_resident(demand.identity):
-        tree.finish_reads()
-        residency.poll()
-        residency.begin_pass(["waits"])
-        residency.admit("waits", demand, prompt_length=1, room=SLOTS + 10, alone=True)
-        residency.end_pass(batch_formed=False)
-    assert residency.tier_of(demand.identity) == "loading"
-    wanted = cache.num_free_slots + SLOTS
-    cache.evict_for_alloc(EvictParams(num_tokens=wanted))
-    assert cache.num_free_slots >= wanted, "the copy under way kept its slots"
-    residency.begin_pass([])
     tree.check()
