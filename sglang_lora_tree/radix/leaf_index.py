@@ -48,6 +48,12 @@ class LeafIndex(Set[Any]):
         if leaf.id in self._members:
             self._file(leaf)
 
+    def file_all(self) -> None:
+        """File every leaf anew: priorities have changed by more than growth."""
+        self._tickets.clear()
+        self._heap = [(self._priority(leaf), self._ticket(leaf), leaf) for leaf in self._members.values()]
+        heapq.heapify(self._heap)
+
     def pop_lowest(self) -> Any | None:
         """The leaf of lowest priority, or None. It stays a member but is not offered again until it is filed anew."""
         heap = self._heap

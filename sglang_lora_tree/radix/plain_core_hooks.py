@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.disaggregation.kv_events import StorageMedium
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.cache_action import FreeDeviceKV
 from sglang.srt.mem_cache.unified_cache.components import (
@@ -28,11 +28,12 @@ from sglang.srt.mem_cache.unified_cache.components import (
     get_and_increase_time_counter,
 )
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode, _InsertPhase
+from sglang.srt.mem_cache.utils import get_eviction_strategy
 
+from sglang_lora_tree.radix.eval import EvalParameters
 from sglang_lora_tree.radix.leaf_index import LeafIndex
+from sglang_lora_tree.radix.policies import RetentionPolicy, RetentionState, Stock, Usage
 
-# Policies whose value of a leaf only grows while it stays a leaf: the index corrects those lazily.
-_MONOTONE_POLICIES = frozenset({"lru", "lfu", "fifo", "filo", "priority", "slru"})
 _SHORT = 8192  # tokens compared at a time: they and the result stay in the processor's cache
 _ROOT_PATH_STEP = 0.00001  # a node is a little older than the one below it, as in SGLang's own walk
 
@@ -86,11 +87,40 @@ class PlainTreeCore(UnifiedTreeCore):
     def __init__(self, params: Any, components: dict[ComponentType, Any]) -> None:
         assert tuple(components) == (BASE_COMPONENT_TYPE,), f"a plain KV pool has one component, got {tuple(components)}"
         assert not params.enable_session_radix_cache, "--enable-session-radix-cache needs SGLang's own core"
-        self._monotone = params.eviction_policy.lower() in _MONOTONE_POLICIES
+        name = params.eviction_policy.lower()
+        self.policy: RetentionPolicy = Stock(name, get_eviction_strategy(name, params.eviction_policy_config))
+        self.retention = RetentionState()
         super().__init__(params, components)
 
     def reset(self) -> None:
         super().reset()
+        self._make_indices()
+
+    # ---- Retention ----
+
+    def set_policy(self, policy: RetentionPolicy, state: RetentionState) -> None:
+        """Change the order in which leaves leave; before the first request (nodes' usage starts with it)."""
+        self.policy, self.retention = policy, state
+        self._make_indices()
+
+    def set_eval_parameters(self, parameters: EvalParameters | None) -> None:
+        """Apply a plan; None: there is no plan any more. At one point of the loop, the same on every rank."""
+        self.retention.parameters = parameters
+        if self.policy.on_parameters(parameters):
+            self.evictable_device_leaves.file_all()
+            self.evictable_host_leaves.file_all()
+
+    def note_use(self, node: UnifiedTreeNode) -> None:
+        """A request uses a node: once per request and node."""
+        usage, state = node.usage, self.retention
+        usage.touch(state.seconds, state.window)
+        usage.visits += 1.0
+        usage.uses += 1
+        self.policy.on_use(node)
+        usage.last_request = state.requests
+        self._note_change(node)
+
+    def _make_indices(self) -> None:
         self.evictable_device_leaves = LeafIndex(self._eviction_priority)
         self.evictable_host_leaves = LeafIndex(self._eviction_priority)
 
@@ -128,9 +158,11 @@ class PlainTreeCore(UnifiedTreeCore):
 
         # The path counts as used, each node a little before the one below it.
         now = float(get_and_increase_time_counter())
+        seconds, window = self.retention.seconds, self.retention.window
         above: UnifiedTreeNode | None = best
         while above is not None:
             above.last_access_time = now
+            above.usage.touch(seconds, window)
             now -= _ROOT_PATH_STEP
             self._note_change(above)
             above = above.parent
@@ -147,6 +179,10 @@ class PlainTreeCore(UnifiedTreeCore):
         )
 
     # ---- Insert ----
+
+    def begin_insert(self, params: InsertParams) -> Any:
+        self.retention.requests += params.inserted_len == 0  # else it is the same request, further on
+        return super().begin_insert(params)
 
     def _insert_walk_step(self, state: Any) -> None:
         """Walk down to where the key leaves the tree, or to a backup that has to be carried out first.
@@ -187,6 +223,7 @@ class PlainTreeCore(UnifiedTreeCore):
     def _split_node(self, key: RadixKey, child: UnifiedTreeNode, split_len: int) -> tuple[UnifiedTreeNode, Any]:
         # SGLang cuts the whole rest of the key off to read its first page.
         upper, action = super()._split_node(_KeyFrom(key, 0), child, split_len)
+        upper.usage = child.usage.copy()
         self._note_change(child)  # a split makes the rest newer, and shorter
         return upper, action
 
@@ -196,7 +233,7 @@ class PlainTreeCore(UnifiedTreeCore):
 
     def _note_change(self, node: UnifiedTreeNode) -> None:
         """File a leaf anew whose value may have fallen; under the monotone policies a touch only raises it."""
-        if not self._monotone:
+        if not self.policy.monotone:
             self.evictable_device_leaves.refresh(node)
             self.evictable_host_leaves.refresh(node)
 
@@ -204,7 +241,12 @@ class PlainTreeCore(UnifiedTreeCore):
         node = super()._new_node(priority)
         # SGLang's clock gives numpy scalars, which compare several times slower than floats.
         node.last_access_time, node.creation_time = float(node.last_access_time), float(node.creation_time)
+        node.usage = Usage(self.retention.seconds, self.retention.requests)
         return node
+
+    def _inc_hit_count_and_check(self, node: UnifiedTreeNode) -> bool:
+        self.note_use(node)
+        return super()._inc_hit_count_and_check(node)
 
     # ---- Leaves ----
 
@@ -224,6 +266,7 @@ class PlainTreeCore(UnifiedTreeCore):
         assert removed is node, f"node {node.id} is not its parent's child"
         self.full_host_duplicates.pop(node.id, None)
         self._unregister_node(node)
+        self.policy.on_remove(node)
         self.evictable_device_leaves.discard(node)
         self.evictable_host_leaves.discard(node)
 
@@ -267,7 +310,7 @@ class PlainTreeCore(UnifiedTreeCore):
 
     def _eviction_priority(self, node: UnifiedTreeNode) -> Any:
         """What the index sorts by: lower leaves first."""
-        return self.eviction_strategy.get_priority(node)
+        return self.policy.static_key(node)
 
     def _is_device_leaf(self, node: UnifiedTreeNode) -> bool:
         data = node.component_data[BASE_COMPONENT_TYPE]
@@ -308,6 +351,7 @@ class PlainComponent(FullComponent):
         freed = host_freed = 0
         # Layers are compared by identity: a flag's "in" costs more than the rest of this.
         if target is not EvictLayer.HOST and data.value is not None:
+            self.tree_core.policy.on_evict(node)
             device_frees[self.component_type].append(data.value)
             freed = data.value.shape[0]
             self.tree_core.component_evictable_size_[self.component_type] -= freed

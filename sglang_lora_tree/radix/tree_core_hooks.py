@@ -108,6 +108,7 @@ class LoraTreeCore(PlainTreeCore):
 
     def reset(self) -> None:
         super().reset()
+        self.retention.resident_adapters = 0
         self.virtual_root = self.root_node
         self.lora_nodes: dict[str, LoraNode] = {}
         self._by_node: dict[int, LoraNode] = {}
@@ -149,6 +150,7 @@ class LoraTreeCore(PlainTreeCore):
         node = self.node_by_id(result.inserted_host_node)
         lora_node = LoraNode(identity, node, members)
         node.lora_node = lora_node
+        node.usage.is_adapter = not members
         self.lora_nodes[identity] = lora_node
         self._by_node[node.id] = lora_node
         return lora_node
@@ -178,11 +180,17 @@ class LoraTreeCore(PlainTreeCore):
             self.evictable_host_leaves.refresh(node)
             stack.extend(node.children.values())
 
+    def note_visit(self, lora_node: LoraNode) -> None:
+        """A request that needs the node has been admitted."""
+        lora_node.visits += 1
+        self.note_use(lora_node.node)
+
     def note_resident(self, lora_node: LoraNode) -> None:
         """Bookkeeping of a second-layer node that has just got its device slots."""
         for member in lora_node.members:
             self.lora_nodes[member].resident_mixes += 1
             self._update_evictable_leaf_sets(self.lora_nodes[member].node)
+        self.retention.resident_adapters += not lora_node.is_mix
         self.listener.on_resident(lora_node)
 
     def note_evicted(self, lora_node: LoraNode) -> None:
@@ -192,6 +200,7 @@ class LoraTreeCore(PlainTreeCore):
             owner.resident_mixes -= 1
             assert owner.resident_mixes >= 0, f"{member} has fewer than no resident mixes"
             self._update_evictable_leaf_sets(owner.node)
+        self.retention.resident_adapters -= not lora_node.is_mix
         self.listener.on_evicted(lora_node)
 
     def find(self, node_id: int) -> LoraNode | None:
@@ -270,7 +279,7 @@ class LoraTreeCore(PlainTreeCore):
     # ---- Eviction order ----
 
     def _eviction_priority(self, node: UnifiedTreeNode) -> Any:
-        priority = self.eviction_strategy.get_priority(node)
+        priority = self.policy.static_key(node)
         lora_node = self.lora_node_of(node)
         if lora_node is None or lora_node.registered:
             return priority
