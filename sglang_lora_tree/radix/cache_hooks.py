@@ -3,12 +3,14 @@
 Replaces, through ``register_radix_cache_backend("lora_tree", ...)``, ``sglang.srt.mem_cache.unified_radix_cache.
 UnifiedRadixCache`` by :class:`LoraTreeCache`: the slots of a request's path end at its LoRA node (``path_device_indices``),
 a flush tells ``residency`` (``reset``), and an allocation that finds nothing left to evict first takes back what waiting
-requests hold (``evict_for_alloc``). The rest, HiCache included, is SGLang's.
+requests hold, then, for whoever cannot do without, what copies under way lock (``evict_for_alloc``, ``last_resort``). The
+rest, HiCache included, is SGLang's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +42,9 @@ class LoraTreeCache(UnifiedRadixCache):
     def __init__(self, params: Any) -> None:
         self.on_reset: Callable[[], None] = lambda: None
         self.on_shortage: Callable[[], bool] = lambda: False
+        self.last_resorts = 0
+        """How often somebody who could not do without waited for copies, so that their slots could be evicted."""
+        self._is_last_resort = False
         self.delay_loads = 0
         self._delayed: list[tuple[int, Any]] = []
         self.load_seconds = 0.0
@@ -80,11 +85,39 @@ class LoraTreeCache(UnifiedRadixCache):
         if self.num_free_slots < wanted:
             more = super().evict_for_alloc(EvictParams(num_tokens=wanted - self.num_free_slots), **kwargs)
             result.num_tokens_evicted += more.num_tokens_evicted
-        missing = params.num_tokens - result.num_tokens_evicted
-        if missing > 0 and self.on_shortage():
-            more = super().evict_for_alloc(EvictParams(num_tokens=missing), **kwargs)
-            result.num_tokens_evicted += more.num_tokens_evicted
+        for take_back in (self.on_shortage, self._finish_copies) if self._is_last_resort else (self.on_shortage,):
+            while (missing := params.num_tokens - result.num_tokens_evicted) > 0 and take_back():
+                more = super().evict_for_alloc(EvictParams(num_tokens=missing), **kwargs)
+                result.num_tokens_evicted += more.num_tokens_evicted
         return result
+
+    @contextmanager
+    def last_resort(self) -> Iterator[None]:
+        """Inside, an allocation that finds no slots waits for the copies under way (milliseconds) and evicts what they lock.
+
+        Only for whoever would be aborted, or stop the server, without them: while requests wait for adapters there is
+        nearly always a copy under way, and taking it away again costs them far more than it gives.
+        """
+        assert not self._is_last_resort, "last resorts do not nest"
+        self._is_last_resort = True
+        try:
+            yield
+        finally:
+            self._is_last_resort = False
+
+    def _finish_copies(self) -> bool:
+        """Bring every copy under way to its end; True if there was any."""
+        controller = self.cache_controller
+        controller.load_queue.extend(load for _, load in self._delayed)
+        self._delayed = []
+        if not (controller.load_queue or controller.ack_load_queue or self.ongoing_write_through):
+            return False
+        self.last_resorts += 1
+        while controller.load_queue or controller.ack_load_queue:
+            self.loading_check(finish_count=len(controller.ack_load_queue))
+            self.submit_loads()
+        self.writing_check(write_back=True)
+        return True
 
     # ---- What residency asks for ----
 

@@ -256,12 +256,19 @@ class Residency:
 
     # ---- One scheduling pass ----
 
-    def poll(self) -> None:
-        """Once per loop step, before a pass: take in what threads have read, and move pinned adapters along."""
+    def poll(self, live: Callable[[], Iterable[tuple[Demand | None, int]]] = tuple) -> None:
+        """Once per loop step, before a pass: take in what threads have read, and move pinned adapters along.
+
+        Args:
+            live: what every request that is not finished needs, with the most tokens that it may ever have.
+        """
         self.reader.poll()
         self.cache.advance_delayed_loads()
-        for identity in self._missing_pins():
-            self._advance_pin(identity)
+        missing = self._missing_pins()
+        if missing:
+            needs = list(live())
+            for identity in missing:
+                self._advance_pin(identity, needs)
 
     @property
     def is_busy(self) -> bool:
@@ -288,22 +295,17 @@ class Residency:
         patience = self.settings.patience_passes
         self._blocker = next((name for name in order if self._passes_waited.get(name, 0) >= patience), None)
 
-    def admit(self, request_id: str, demand: Demand | None, prompt_length: int, room: int, alone: bool) -> Verdict:
+    def admit(self, request_id: str, demand: Demand | None, room: int, alone: bool) -> Verdict:
         """Whether a waiting request can run now; if not, what it needs is on its way.
 
         Args:
             request_id: of the request, as given to :meth:`begin_pass`.
             demand: None for the base model.
-            prompt_length: of the request, in tokens.
             room: slots that may still be taken in this pass without touching what admitted requests were promised.
             alone: nothing runs and nothing has been admitted in this pass.
         """
         if self._must_wait_for_blocker(request_id, demand):
             return Verdict.WAIT
-        misfit = self.find_misfit(demand, prompt_length) if alone else None
-        if misfit is not None:
-            self._failures[request_id] = misfit  # it fitted when it came; an adapter has been pinned since
-            return Verdict.FAILED
         if demand is None:
             return Verdict.READY
         if self.failure_of(request_id, demand) is not None:
@@ -474,7 +476,20 @@ class Residency:
             for release in undo:
                 release()
 
-    def _advance_pin(self, identity: str) -> None:
+    def _may_pin(self, identity: str, needs: list[tuple[Demand | None, int]]) -> bool:
+        """Whether every request that came before the pin can still finish beside it; those that come later count it."""
+        for demand, length in needs:
+            members = () if demand is None else demand.members
+            pinned = {identity, *self._pins}.difference(members)
+            slots = sum(self._layouts[name].num_slots for name in pinned) + (0 if demand is None else self.slots_of(demand))
+            too_long = slots + length + 2 * self.cache.page_size > self.cache.num_pool_slots
+            if too_long or (members and len(members) + len(pinned) > self.table.capacity):
+                return False
+        return True
+
+    def _advance_pin(self, identity: str, needs: list[tuple[Demand | None, int]]) -> None:
+        if not self._may_pin(identity, needs):
+            return
         lora_node = self.core.lora_nodes.get(identity)
         if lora_node is None:
             if identity not in self._reading:

@@ -8,6 +8,8 @@ Hooks (all do nothing while ``--lora-tree`` is off), on ``sglang.srt.managers``:
 * ``scheduler.Scheduler.get_next_batch_to_run`` (BEFORE): outcomes of reader threads are applied, at one point of the loop.
 * ``scheduler.Scheduler._get_new_batch_prefill_raw`` (AROUND) and ``can_schedule_lora_req`` (AROUND): admission.
 * ``schedule_policy.PrefillAdder.__init__`` (AFTER): what this pass has promised already.
+* ``schedule_batch.ScheduleBatch.check_decode_mem`` and ``prepare_for_extend`` (AROUND): who would be aborted, or stop the
+  server, for want of slots gets those that copies under way lock.
 * ``scheduler.Scheduler.load_lora_adapter``, ``load_lora_adapter_from_tensors``, ``unload_lora_adapter`` (AROUND): no file is
   read in the loop; the answer is sent when a thread has read it.
 * ``scheduler.Scheduler.is_fully_idle`` (AROUND): not idle while an adapter is being read.
@@ -16,7 +18,7 @@ Hooks (all do nothing while ``--lora-tree`` is off), on ``sglang.srt.managers``:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any
 
@@ -123,7 +125,39 @@ def _refuse(req: Req, message: str) -> None:
 def poll(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE ``Scheduler.get_next_batch_to_run``."""
     if STATE.residency is not None:
-        STATE.residency.poll()
+        STATE.residency.poll(lambda: _live_needs(scheduler))
+
+
+def _live_needs(scheduler: Any) -> Iterator[tuple[Demand | None, int]]:
+    """What every request that is not finished needs, and the most tokens that it may ever have."""
+    reqs = {*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue, *scheduler.collect_inflight_reqs()}
+    if scheduler.chunked_req is not None:
+        reqs.add(scheduler.chunked_req)
+    for req in reqs:
+        if not req.finished():
+            weighted = demand_of(req)
+            length = len(req.origin_input_ids) + (req.sampling_params.max_new_tokens or 0)
+            yield None if weighted is None else weighted.demand, length
+
+
+# ---- Slots for running requests ----
+
+
+def check_decode_slots(original: Callable[..., bool], batch: Any, selected_indices: list[int] | None = None) -> bool:
+    """AROUND ``ScheduleBatch.check_decode_mem``: SGLang retracts the others first, and aborts the last that finds no slot."""
+    residency = STATE.residency
+    if residency is None or len(batch.reqs if selected_indices is None else selected_indices) != 1:
+        return original(batch, selected_indices)
+    with residency.cache.last_resort():
+        return original(batch, selected_indices)
+
+
+def prepare_for_extend(original: Callable[..., None], batch: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND ``ScheduleBatch.prepare_for_extend``: an admitted prompt that finds no slots would stop the server."""
+    if STATE.residency is None:
+        return original(batch, *args, **kwargs)
+    with STATE.residency.cache.last_resort():
+        return original(batch, *args, **kwargs)
 
 
 def stay_awake(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
@@ -181,7 +215,7 @@ def can_schedule(original: Callable[..., bool], scheduler: Any, req: Req, runnin
         return False
     adder = STATE.adder
     alone = not adder.can_run_list and scheduler.running_batch.is_empty()
-    verdict = residency.admit(req.rid, demand, len(req.origin_input_ids), int(adder.rem_total_tokens), alone)
+    verdict = residency.admit(req.rid, demand, int(adder.rem_total_tokens), alone)
     if verdict is Verdict.FAILED:
         STATE.failed.append((req, str(residency.failure_of(req.rid, demand))))
     elif verdict is Verdict.READY:
@@ -263,6 +297,8 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}.get_next_batch_to_run", poll, HookType.BEFORE),
     (f"{_SCHEDULER}.is_fully_idle", stay_awake, HookType.AROUND),
     ("sglang.srt.managers.schedule_policy.PrefillAdder.__init__", remember_adder, HookType.AFTER),
+    ("sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem", check_decode_slots, HookType.AROUND),
+    ("sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend", prepare_for_extend, HookType.AROUND),
     (f"{_SCHEDULER}._get_new_batch_prefill_raw", run_pass, HookType.AROUND),
     (f"{_SCHEDULER}.can_schedule_lora_req", can_schedule, HookType.AROUND),
     (f"{_SCHEDULER}.load_lora_adapter", load, HookType.AROUND),

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from sglang_lora_tree.config import Settings
 from sglang_lora_tree.radix.residency import Verdict
@@ -188,14 +190,91 @@ def test_a_rank_above_the_tables_is_refused_at_load(make_tree, folder: Path) -> 
         tree.load("big", folder / "large")
 
 
-def test_a_request_that_pins_have_left_no_room_for_fails_alone(make_tree, folder: Path) -> None:
+def test_a_pin_waits_for_the_requests_that_it_would_leave_no_room(make_tree, folder: Path) -> None:
+    """Those that came before it finish as they were promised; those that come later count it."""
     tree = make_tree("ab", pool_slots=2 * SLOTS + 10)
     loop = Loop(tree)
     loop.submit("mix", {"a": 0.5, "b": 0.5}, [1], num_new=2)
-    loop.submit("a", {"a": 1.0}, [1], num_new=2)
-    tree.load("c", folder / "c", pinned=True)
+    loop.submit("long", None, [1], num_new=2 * SLOTS + 10 - 5)
+    pinned = tree.load("c", folder / "c", pinned=True)
+    assert not loop.submit("late", {"a": 0.5, "b": 0.5}, [1], num_new=2)
+    assert loop.submit("a", {"a": 1.0}, [1], num_new=2)
     loop.run(200)
-    assert loop.finished == ["a"] and "pinned" in loop.failed["mix"]
+    assert sorted(loop.finished) == ["a", "long", "mix"] and not loop.failed
+    for _ in range(3):
+        tree.finish_reads()
+        loop.step()
+    assert tree.core.is_resident(pinned) and not tree.residency.is_busy
+    finish(tree, loop)
+
+
+# ---- The last running request ----
+
+
+def test_a_shortage_during_decode_gets_the_slots_of_a_load_under_way(make_tree) -> None:
+    """A copy under way locks its slots; the last running request must get them all the same, not be aborted."""
+    tree = make_tree("ab", pool_slots=2 * SLOTS + 12, settings=Settings(delay_loads=1000))
+    a, b = (tree.demand({name: 1.0}).identity for name in "ab")
+    loop = Loop(tree, ratio=0.1)
+    loop.submit("runs", {"a": 1.0}, [1, 2], num_new=20)
+    tree.finish_reads()
+    while not loop.running:
+        loop.step()
+        tree.finish_reads()
+        tree.cache._finish_copies()
+    loop.submit("waits", {"b": 1.0}, [1, 2], num_new=20)
+    while not tree.core.is_resident(b):
+        tree.finish_reads()
+        tree.residency.poll()
+        loop._pass()
+    assert tree.residency.tier_of(b) == "loading" and tree.core.is_resident(a)
+    for _ in range(20):
+        loop._decode()
+        loop._pass()
+        tree.check()
+    assert loop.finished == ["runs"] and loop.retractions == 0
+    assert 1 <= tree.cache.last_resorts <= 3, "what was given back is brought in again while it is needed"
+    tree.cache.delay_loads = 0
+    loop.run(200)
+    finish(tree, loop)
+
+
+asked = st.tuples(
+    st.sampled_from([None, {"a": 1.0}, {"b": 1.0}, {"c": 1.0}, {"a": 0.5, "b": 2.0}]), st.integers(1, 20), st.integers(1, 40)
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), phases=set(Phase) - {Phase.shrink})
+@given(
+    requests=st.lists(asked, min_size=1, max_size=10),
+    ratio=st.sampled_from([0.05, 0.3, 1.0]),
+    delay_loads=st.sampled_from([0, 3, 12]),
+    pool_slots=st.sampled_from([44, 56, 72]),
+    page_size=st.sampled_from([1, 4]),
+    pin_after=st.integers(0, 40),
+)
+def test_no_running_request_is_ever_aborted(
+    folder: Path, requests: list, ratio: float, delay_loads: int, pool_slots: int, page_size: int, pin_after: int
+) -> None:
+    """Whatever admission promised too little for, what loads hold, and what is pinned later: everybody who was accepted
+    finishes (``Loop`` fails when the last running request finds no slot)."""
+    with Tree(pool_slots, page_size=page_size, settings=Settings(patience_passes=4, delay_loads=delay_loads)) as tree:
+        for name in "abc":
+            tree.load(name, folder / name)
+        loop = Loop(tree, ratio)
+        accepted = []
+        for number, (mix, length, num_new) in enumerate(requests):
+            if loop.submit(str(number), mix, [number] * length, num_new):
+                accepted.append(str(number))
+        for count in range(3000):
+            if not loop.waiting and not loop.running:
+                break
+            if count == pin_after:
+                tree.load("pinned", folder / "d", pinned=True)
+            tree.finish_reads()
+            loop.step()
+        assert sorted(loop.finished) == sorted(accepted) and not loop.failed
+        tree.check()
 
 
 # ---- Holds ----
@@ -260,7 +339,7 @@ def test_a_hold_taken_back_while_its_request_brings_something_in_is_not_lost(mak
         return start(lora_node)
 
     tree.cache.start_swap_in = start_and_run_short
-    assert residency.admit("mix", demand, prompt_length=1, room=100, alone=False) is Verdict.WAIT
+    assert residency.admit("mix", demand, room=100, alone=False) is Verdict.WAIT
     tree.cache.start_swap_in = start
     residency.end_pass(batch_formed=False)
     residency.begin_pass([])  # the request is aborted

@@ -587,11 +587,11 @@ class Loop:
         extra_key: str | None = None,
     ) -> bool:
         """Queue a request; False if its length and its adapters do not fit together (a 400)."""
-        demand = self.tree.demand(weights)
-        if demand is not None:
-            if self.tree.residency.find_misfit(demand, len(tokens)) is not None:
-                return False
-            num_new = min(num_new, self.tree.residency.room_for_output(demand, len(tokens)))
+        demand, residency = self.tree.demand(weights), self.tree.residency
+        if residency.find_misfit(demand, len(tokens)) is not None:
+            return False
+        # SGLang bounds requests for the bare pool in the same way.
+        num_new = min(num_new, residency.room_for_output(demand, len(tokens)))
         request = Running(self.tree, name, demand, list(tokens), extra_key, num_new)
         request.prompt = len(tokens)
         self.waiting.append(request)
@@ -601,7 +601,7 @@ class Loop:
         self.waiting = [request for request in self.waiting if request.id != name]
 
     def step(self) -> None:
-        self.tree.residency.poll()
+        self.tree.residency.poll(self.live)
         self.tree.cache.check_hicache_events()
         self._pass()
         self._decode()
@@ -617,6 +617,9 @@ class Loop:
         waiting, running = [request.id for request in self.waiting], [request.id for request in self.running]
         raise AssertionError(f"{waiting} wait and {running} run after {max_steps} steps: {self.tree.describe()}")
 
+    def live(self) -> list[tuple[Demand | None, int]]:
+        return [(request.demand, request.prompt + request.num_new) for request in self.waiting + self.running]
+
     def _promised(self, requests: Iterable[Running]) -> float:
         page = self.tree.page_size
         return sum(max(request.remaining, 0) * self.ratio + page for request in requests)
@@ -631,7 +634,7 @@ class Loop:
         for request in self.waiting:
             room = int(cache.num_free_slots + cache.evictable_size() - promised)
             alone = not admitted and not self.running
-            verdict = residency.admit(request.id, request.demand, request.prompt, room, alone)
+            verdict = residency.admit(request.id, request.demand, room, alone)
             if verdict is Verdict.FAILED:
                 failed.append(request)
                 self.failed[request.id] = str(residency.failure_of(request.id, request.demand))
@@ -648,7 +651,8 @@ class Loop:
             missing = _round_up(len(request.tokens), self.tree.page_size) - len(request.slots)
             promised += missing + self._promised([request])
         for request in admitted:
-            request.allocate()
+            with cache.last_resort():
+                request.allocate()
             residency.note_admitted(request.id, request.demand)
         if admitted:
             cache.submit_loads()
@@ -661,10 +665,17 @@ class Loop:
         self.running += admitted
         self.admitted += [request.id for request in admitted]
 
+    def _append(self, request: Running) -> bool:
+        token = len(request.tokens) % 7
+        if len(self.running) > 1:
+            return request.append(token)
+        with self.tree.cache.last_resort():
+            return request.append(token)
+
     def _decode(self) -> None:
         """Slots for all first, requests that are done last: what they leave is being backed up, and locked, until then."""
         for request in list(self.running):
-            while request in self.running and request.remaining > 0 and not request.append(len(request.tokens) % 7):
+            while request in self.running and request.remaining > 0 and not self._append(request):
                 victim = self.running[-1]
                 assert len(self.running) > 1, f"the last running request is out of slots: {self.tree.describe()}"
                 self.running.remove(victim)
