@@ -4,12 +4,16 @@ Replaces, only where that platform is active:
 
 * ``sglang.srt.mem_cache.pool_host.common.ALLOC_MEMORY_FUNCS["cpu"]``: host memory without ``cudaHostRegister``;
 * ``sglang.srt.mem_cache.pool_host.mha.transfer_kv_direct``: the copy between the two pools, which is undefined off CUDA;
-* ``torch.tensor`` and ``Tensor.pin_memory``: ``pin_memory=True`` is dropped (``sglang.srt.lora.layers`` asks for it always).
+* ``torch`` in ``sglang.srt.lora.layers`` and ``.backend.torch_backend``, which ask for pinned tensors always: ``torch.tensor``
+  without ``pin_memory``. (Not ``torch.tensor`` itself: torch looks for it by identity in device contexts, and transformers
+  would build its models wrongly in this process.)
+* ``torch.Tensor.pin_memory``: the tensor itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +21,8 @@ import torch
 
 def install() -> None:
     """Put the replacements in place; safe to call again."""
+    from sglang.srt.lora import layers
+    from sglang.srt.lora.backend import torch_backend
     from sglang.srt.mem_cache.pool_host import base, common, mha
 
     from sglang_lora_tree.config import current_settings
@@ -26,9 +32,8 @@ def install() -> None:
     settings = current_settings()
     reserve_gb = 2.0 if settings is None or settings.host_reserve_gb is None else settings.host_reserve_gb
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = int(reserve_gb * 1e9)
-    if torch.tensor is not _tensor_without_pinning:
-        torch.tensor = _tensor_without_pinning
-        torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    layers.torch = torch_backend.torch = _TorchWithoutPinning("torch")
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
 def transfer_slots(
@@ -56,9 +61,12 @@ def _allocate_host_memory(
     return torch.empty(dims, dtype=dtype)
 
 
-_torch_tensor = torch.tensor
+class _TorchWithoutPinning(ModuleType):
+    """torch, but for ``tensor``."""
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
-def _tensor_without_pinning(*args: Any, **kwargs: Any) -> torch.Tensor:
-    kwargs.pop("pin_memory", None)
-    return _torch_tensor(*args, **kwargs)
+    @staticmethod
+    def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(*args, **kwargs)
