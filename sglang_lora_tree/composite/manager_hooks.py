@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 Reply = Callable[[LoRAUpdateOutput], None]
 
+FROM_TENSORS = "__tensor__"
+"""The path that SGLang gives adapters that came as tensors, also when it asks for one again that it has evicted."""
+
 
 class TreeLoRAManager(LoRAManager):
     """Registers adapters, wraps layers, and turns batches into pairs. One per scheduler process."""
@@ -128,7 +131,10 @@ class TreeLoRAManager(LoRAManager):
 
     def begin_load(self, ref: LoRARef, reply: Reply) -> None:
         """Register an adapter from a folder; the files are read elsewhere and ``reply`` is called when that is done."""
-        self._begin(ref, reply, lambda: find_folder(str(ref.lora_path)))
+        if ref.lora_path == FROM_TENSORS:
+            self._begin(ref, reply, lambda: self.store.spooled(str(ref.lora_name)))
+        else:
+            self._begin(ref, reply, lambda: find_folder(str(ref.lora_path)))
 
     def begin_load_from_tensors(
         self, ref: LoRARef, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], reply: Reply
@@ -167,9 +173,18 @@ class TreeLoRAManager(LoRAManager):
 
         residency.reader.submit(work, on_done, on_failed=lambda error: reply(self._result(error)))
 
-    def unload(self, ref: LoRARef) -> LoRAUpdateOutput:
-        """Forget a name. SGLang has waited for its requests; slots, host copy and KV are the first to be reclaimed."""
+    def unload(self, ref: LoRARef, for_good: bool) -> LoRAUpdateOutput:
+        """Forget a name. SGLang has waited for its requests; slots, host copy and KV are the first to be reclaimed.
+
+        Args:
+            ref: the adapter.
+            for_good: a user unloads it, perhaps after its eviction; False: max_loaded_loras evicts it until its next use.
+        """
         stored = self.store.remove(ref.lora_id)
+        if for_good:
+            self.store.forget_spooled(str(ref.lora_name))
+            if stored is None:
+                return self._result()
         if stored is None:
             return self._result(f"adapter {ref.lora_name} is not loaded")
         self.resolver.forget(ref.lora_id)

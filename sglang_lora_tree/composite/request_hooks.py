@@ -35,6 +35,9 @@ PROMPT_FIELDS = ("text", "input_ids", "input_embeds")
 SCOPE_KEY = "lora_tree.mix"
 """Where an HTTP request's ASGI scope holds the mix it asks for: canonical text, a list with one per prompt, or None."""
 
+UNLOAD_FOR_GOOD = "lora_tree_unload"
+"""The request id of an unload that a user asked for, in the scheduler's eyes (the message has no other field)."""
+
 _ACQUIRE_ATTEMPTS = 3
 
 
@@ -141,12 +144,19 @@ async def release_members(
 async def forget_unloaded(
     original: Callable[..., Coroutine[Any, Any, Any]], tokenizer_manager: Any, obj: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND ``TokenizerManager.unload_lora_adapter``: what a user unloads is gone. SGLang would load it again on the next
-    use, as it does with adapters that max_loaded_loras evicted."""
+    """AROUND ``TokenizerManager.unload_lora_adapter``: what a user unloads is gone, also if max_loaded_loras has evicted it
+    before. SGLang would load it again on the next use."""
     if current_settings() is None:
         return await original(tokenizer_manager, obj, *args, **kwargs)
+    obj.rid = UNLOAD_FOR_GOOD
     ref = tokenizer_manager.lora_ref_cache.pop(obj.lora_name, None)
-    result = await original(tokenizer_manager, obj, *args, **kwargs)
+    if ref is not None and obj.lora_name not in tokenizer_manager.lora_registry.get_all_adapters():
+        obj.lora_id = ref.lora_id
+        tokenizer_manager.auto_create_handle_loop()
+        async with tokenizer_manager.lora_update_lock:
+            result = (await tokenizer_manager.update_lora_adapter_communicator(obj))[0]
+    else:
+        result = await original(tokenizer_manager, obj, *args, **kwargs)
     if not result.success and ref is not None:
         tokenizer_manager.lora_ref_cache.setdefault(obj.lora_name, ref)
     return result

@@ -66,6 +66,8 @@ class AdapterStore:
         self._identity_by_id: dict[str, str] = {}
         self._spool_dir = spool_dir
         self._spool: Path | None = None
+        self._spooled: dict[str, str] = {}
+        """Names of adapters that came as tensors, with their folders: kept while a name is evicted and may come back."""
 
     def add(self, registration: Registration, outline: Outline) -> StoredAdapter:
         assert registration.lora_id not in self._identity_by_id, f"adapter id {registration.lora_id} registered twice"
@@ -73,18 +75,21 @@ class AdapterStore:
         stored = self._by_identity.setdefault(identity, StoredAdapter(outline))
         stored.registrations[registration.lora_id] = registration
         self._identity_by_id[registration.lora_id] = identity
+        if self._spooled.get(registration.name) != registration.path:
+            self.forget_spooled(registration.name)  # the name means something else now
+        if self._is_spooled(registration.path):
+            self._spooled[registration.name] = registration.path
         return stored
 
     def remove(self, lora_id: str) -> StoredAdapter | None:
-        """Forget a name; returns its adapter, which may have other names left."""
+        """Take a name away; returns its adapter, which may have other names left. Spooled files stay."""
         identity = self._identity_by_id.pop(lora_id, None)
         if identity is None:
             return None
         stored = self._by_identity[identity]
-        registration = stored.registrations.pop(lora_id)
+        del stored.registrations[lora_id]
         if not stored.registrations:
             del self._by_identity[identity]
-        self.discard_spooled(registration.path)
         return stored
 
     def get(self, identity: str) -> StoredAdapter | None:
@@ -116,7 +121,22 @@ class AdapterStore:
         (folder / "adapter_config.json").write_text(json.dumps(dict(config)))
         return str(folder)
 
+    def spooled(self, name: str) -> str:
+        """The folder of an adapter that came as tensors; ValueError if it is gone."""
+        if name not in self._spooled:
+            raise ValueError(f"adapter {name} came as tensors, which are not kept any more: send them again")
+        return self._spooled[name]
+
+    def forget_spooled(self, name: str) -> None:
+        """A name is gone for good, or means something else: remove what was spooled for it."""
+        path = self._spooled.pop(name, None)
+        if path is not None:
+            self.discard_spooled(path)
+
     def discard_spooled(self, path: str) -> None:
         """Remove a folder that :meth:`spool` made; any other is left alone."""
-        if self._spool is not None and Path(path).parent == self._spool:
+        if self._is_spooled(path):
             shutil.rmtree(path, ignore_errors=True)
+
+    def _is_spooled(self, path: str) -> bool:
+        return self._spool is not None and Path(path).parent == self._spool

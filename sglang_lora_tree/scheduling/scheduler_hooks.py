@@ -29,6 +29,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_lora_tree.composite.demand import WeightedDemand
 from sglang_lora_tree.composite.manager_hooks import TreeLoRAManager
+from sglang_lora_tree.composite.request_hooks import UNLOAD_FOR_GOOD
 from sglang_lora_tree.config import current_settings
 from sglang_lora_tree.radix.identity import BASE_IDENTITY, namespace_key
 from sglang_lora_tree.radix.residency import Demand, Residency, Verdict
@@ -287,7 +288,7 @@ def unload(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     """AROUND ``Scheduler.unload_lora_adapter``."""
     if STATE.manager is None:
         return original(scheduler, recv_req)
-    return STATE.manager.unload(recv_req.to_ref())
+    return STATE.manager.unload(recv_req.to_ref(), for_good=recv_req.rid == UNLOAD_FOR_GOOD)
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"

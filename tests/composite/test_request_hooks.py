@@ -191,24 +191,33 @@ def test_unload_waits_for_every_mix_that_holds_the_adapter(tokenizer_manager):
     asyncio.run(body())
 
 
+@pytest.mark.parametrize("name", ["json", "old"])
 @pytest.mark.parametrize("success", [True, False])
-def test_what_a_user_unloads_is_not_loaded_again_on_its_next_use(tokenizer_manager, success):
+def test_what_a_user_unloads_is_not_loaded_again_on_its_next_use(tokenizer_manager, success, name):
+    """Also what max_loaded_loras had evicted: the scheduler is told that it is for good this time."""
     from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReqInput
 
+    from sglang_lora_tree.composite.request_hooks import UNLOAD_FOR_GOOD
+
+    told = []
+
     async def update(obj):
+        told.append((obj.rid, obj.lora_id))
         return [LoRAUpdateOutput(success=success, error_message="" if success else "busy", loaded_adapters={})]
 
     async def body():
         tokenizer_manager.lora_update_lock = asyncio.Lock()
         tokenizer_manager.pending_lora_unloads = {}
         tokenizer_manager.update_lora_adapter_communicator = update
-        return await tokenizer_manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name="json"))
+        return await tokenizer_manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name))
 
+    lora_id = tokenizer_manager.lora_ref_cache[name].lora_id
     assert asyncio.run(body()).success == success
-    assert ("json" in tokenizer_manager.lora_ref_cache) != success
+    assert told == [(UNLOAD_FOR_GOOD, lora_id)]
+    assert (name in tokenizer_manager.lora_ref_cache) != success
     if success:
-        with pytest.raises(ValueError, match="no adapter is called 'json'"):
-            run(tokenizer_manager, lora_path="json")
+        with pytest.raises(ValueError, match=f"no adapter is called '{name}'"):
+            run(tokenizer_manager, lora_path=name)
 
 
 def test_without_the_flag_sglang_is_as_it_was(tokenizer_manager, monkeypatch):

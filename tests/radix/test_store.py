@@ -70,9 +70,28 @@ def test_an_adapter_that_came_as_tensors_can_be_read_from_a_file_until_it_is_unl
     store.add(Registration("id1", "sent", path), outline(adapter.digest))
     store.add(Registration("id2", "file", str(source)), outline(adapter.digest))
     store.remove("id2")
+    store.forget_spooled("file")
     assert source.is_dir(), "a user's folder is never touched"
     store.remove("id1")
+    assert store.spooled("sent") == path and load_adapter(path, BASE).digest == adapter.digest, "an evicted one may come back"
+    store.add(Registration("id3", "sent", path), outline(adapter.digest))
+    store.remove("id3")
+    store.forget_spooled("sent")
     assert not Path(path).exists()
+    with pytest.raises(ValueError, match="sent came as tensors.*send them again"):
+        store.spooled("sent")
+
+
+def test_a_name_that_means_something_else_does_not_keep_its_old_tensors(tmp_path: Path) -> None:
+    store = AdapterStore(spool_dir=str(tmp_path))
+    first, second = (store.spool(lora_id, {"x": torch.ones(2)}, {}) for lora_id in ("id1", "id2"))
+    store.add(Registration("id1", "sent", first), outline("d"))
+    store.remove("id1")
+    store.add(Registration("id2", "sent", second), outline("e"))
+    assert not Path(first).exists() and store.spooled("sent") == second
+    store.remove("id2")
+    store.add(Registration("id3", "sent", str(tmp_path)), outline("f"))
+    assert not Path(second).exists() and tmp_path.is_dir()
 
 
 def test_tensors_are_spooled_byte_for_byte(tmp_path: Path) -> None:
