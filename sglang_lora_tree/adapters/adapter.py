@@ -105,12 +105,15 @@ def _build(
     tensors: dict[str, torch.Tensor], config: AdapterConfig, base: BaseShape | None, name: str, file: str
 ) -> Adapter:
     names = parse_names(tensors, file, base.num_layers if base else None)
-    _refuse_untargeted(names, config, base, file)
-    _refuse_tensors(tensors, names, config, base, file)
+    with config.limited_matching():
+        _refuse_untargeted(names, config, base, file)
+        paths = {(layer, module): names.module_path(layer, module) for layer, module in names.halves}
+        ranks = {place: config.rank(path) for place, path in paths.items()}
+        scalings = {place: config.scaling(path) for place, path in paths.items()}
+    _refuse_tensors(tensors, names, config, ranks, base, file)
     modules = {}
-    for (layer, module), halves in names.halves.items():
-        scaling = config.scaling(names.module_path(layer, module))
-        modules[layer, module] = AdapterModule(tensors[halves["A"]], tensors[halves["B"]], scaling)
+    for place, halves in names.halves.items():
+        modules[place] = AdapterModule(tensors[halves["A"]], tensors[halves["B"]], scalings[place])
     return Adapter(name, _digest(modules), modules)
 
 
@@ -148,6 +151,7 @@ def _refuse_tensors(
     tensors: dict[str, torch.Tensor],
     names: TensorNames,
     config: AdapterConfig,
+    ranks: Mapping[tuple[int, str], int],
     base: BaseShape | None,
     file: str,
 ) -> None:
@@ -157,24 +161,24 @@ def _refuse_tensors(
         raise AdapterError(
             file, "dtype", f"not float32, float16 or bfloat16: {listing(dtypes)}", "save the adapter in one of these"
         )
-    shapes, ranks = [], []
+    shapes, wrong_ranks = [], []
     for (layer, module), halves in names.halves.items():
         a, b = tensors[halves["A"]], tensors[halves["B"]]
         d_in, d_out = base.widths[module] if base else (a.shape[-1] if a.ndim else 0, b.shape[0] if b.ndim else 0)
         rank = a.shape[0] if a.ndim else 0
-        wanted = config.rank(names.module_path(layer, module))
+        wanted = ranks[layer, module]
         for name, shape, fitting in (halves["A"], a.shape, (rank, d_in)), (halves["B"], b.shape, (d_out, rank)):
             if tuple(shape) != fitting or 0 in fitting:
                 shapes.append(f"{name} is {tuple(shape)}, should be {_shape_text(fitting)}")
         if rank != wanted:
-            ranks.append(f"{halves['A']} has rank {rank}, not {wanted}")
+            wrong_ranks.append(f"{halves['A']} has rank {rank}, not {wanted}")
     if shapes:
         raise AdapterError(
             file, "shape", listing(shapes), "use the base model it was trained on, and gather shards before saving"
         )
-    if ranks:
+    if wrong_ranks:
         cure = "use the config that was saved with these tensors"
-        raise AdapterError(config.file, "r, rank_pattern", f"disagrees with {file}: {listing(ranks)}", cure)
+        raise AdapterError(config.file, "r, rank_pattern", f"disagrees with {file}: {listing(wrong_ranks)}", cure)
     # The extremes are NaN if any value is: no mask of the tensor's size is made.
     bad = [name for name, tensor in tensors.items() if not all(map(torch.isfinite, torch.aminmax(tensor)))]
     if bad:

@@ -10,6 +10,10 @@ import json
 import math
 import os
 import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,8 @@ from sglang_lora_tree.adapters.error import AdapterError
 
 CONFIG_NAME = "adapter_config.json"
 ALL_LINEAR = "all-linear"
+MATCHING_SECONDS = 10
+"""Processor time that an adapter's regular expressions may take in all; sane ones take milliseconds."""
 
 # Fields that decide the result and are read below.
 HONOURED = (
@@ -99,6 +105,33 @@ class AdapterConfig:
         fields += ["exclude_modules"] * bool(self.exclude_modules)
         fields += ["layers_to_transform"] * bool(self.layers_to_transform)
         return ", ".join(fields)
+
+    @contextmanager
+    def limited_matching(self) -> Iterator[None]:
+        """Inside, a regular expression that backtracks without end is an AdapterError.
+
+        Python's matcher looks for signals, which only a main thread gets: adapters are read in that of a child process, of
+        the console command, or of a starting scheduler. In any other thread there is no limit.
+        """
+        if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGVTALRM"):
+            yield
+            return
+
+        def give_up(*_: object) -> None:
+            raise AdapterError(
+                self.file,
+                "target_modules, exclude_modules, rank_pattern, alpha_pattern, layers_pattern",
+                f"matching their regular expressions takes longer than {MATCHING_SECONDS} s",
+                "write them without repetitions inside repetitions, or list the modules",
+            )
+
+        before = signal.signal(signal.SIGVTALRM, give_up)
+        signal.setitimer(signal.ITIMER_VIRTUAL, MATCHING_SECONDS)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, before)
 
     def targets(self, path: str) -> bool:
         """Whether PEFT would put an adapter on the linear module `path`."""

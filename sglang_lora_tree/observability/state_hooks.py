@@ -90,7 +90,7 @@ def publish_metrics(plan: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Non
             _names(req.lora_id for req in running if not req.finished()),
             _names(req.lora_id for req in scheduler.waiting_queue),
         )
-    except OSError:  # a full or vanished PROMETHEUS_MULTIPROC_DIR must not stop the server
+    except Exception:  # whatever is wrong with a report (a full disk, a label), it must not stop the server
         logger.exception("the metrics of --lora-tree stop here")
         REPORT.next_metrics = math.inf
 

@@ -21,7 +21,8 @@ class Node:
     """One node of the tree, or several KV nodes of one LoRA node that are shown as one."""
 
     kind: str
-    """"virtual root", "adapter", "mix", "kv"; "more": LoRA nodes, with their KV, that are not shown one by one."""
+    """"virtual root", "adapter", "mix", "kv"; "more": LoRA nodes, with their KV, that are not shown one by one; "heading": a
+    line of text that is no node."""
     label: str
     identity: str = ""
     slots: int = 0

@@ -176,6 +176,16 @@ class LoraTreeCache(UnifiedRadixCache):
         """Evict the least valuable leaves; returns how many slots came free."""
         return self.evict(EvictParams(num_tokens=num_slots)).num_tokens_evicted
 
+    def evict_adapter(self, lora_node: LoraNode) -> None:
+        """Take an adapter that nobody uses off the GPU, with all KV and mixes that need it."""
+        assert not lora_node.is_locked, f"{lora_node.identity} is in use"
+        component = self.components[ComponentType.FULL]
+        component.victims = iter(self.tree_core.device_nodes_of(lora_node))
+        try:
+            self.evict(EvictParams(num_tokens=self.num_pool_slots))
+        finally:
+            component.victims = None
+
     def has_load_slot(self) -> bool:
         """Whether one more load may be started and still leave a batch's own load its place (SGLang allows three)."""
         return len(self.cache_controller.ack_load_queue) < self.cache_controller.layer_done_counter.num_counters - 1

@@ -12,6 +12,7 @@ in docs/tree-benchmark.md. In short:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -338,6 +339,8 @@ class PlainComponent(FullComponent):
     tree_core: PlainTreeCore
     evicts_at_once = False
     """Whether a step takes all victims of the request: not if the caller may stop before that (``evict_for_alloc``)."""
+    victims: Iterator[UnifiedTreeNode] | None = None
+    """Device leaves to take, in this order, instead of the lowest."""
 
     def evict_component(
         self,
@@ -378,7 +381,7 @@ class PlainComponent(FullComponent):
         core = self.tree_core
         leaves = core.evictable_device_leaves
         while tracker[self.component_type] < self._evict_device_request_cnt:
-            node = leaves.pop_lowest()
+            node = leaves.pop_lowest() if self.victims is None else next(self.victims, None)
             if node is None:
                 break
             if not self.evicts_at_once or core.is_write_back:

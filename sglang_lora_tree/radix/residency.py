@@ -116,7 +116,8 @@ class Residency:
         self._indices: dict[str, int] = {}
         self._free_indices = list(range(table.capacity - 1, -1, -1))
         self._reading: set[str] = set()
-        self._failures: dict[str, str] = {}
+        self._failures: dict[str, tuple[str, frozenset[str]]] = {}
+        """Adapters that could not be read: why, and who waited when that became known; whoever comes later tries again."""
         self._holds: dict[str, _Hold] = {}
         self._pinned: set[str] = set()
         """Adapters to keep on the GPU..."""
@@ -290,6 +291,7 @@ class Residency:
         self._places = {request_id: place for place, request_id in enumerate(order)}
         for request_id in [request_id for request_id in self._holds if request_id not in present]:
             self._holds.pop(request_id).release()
+        self._failures = {name: failure for name, failure in self._failures.items() if not present.isdisjoint(failure[1])}
         self._passes_waited = {name: count for name, count in self._passes_waited.items() if name in present}
         self._first_look = {name: since for name, since in self._first_look.items() if name in present}
         patience = self.settings.patience_passes
@@ -344,12 +346,14 @@ class Residency:
 
     def failure_of(self, request_id: str, demand: Demand | None) -> str | None:
         """Why a request can not be served, if it can not."""
-        names = (request_id,) if demand is None else (request_id, *demand.members)
-        return next((self._failures[name] for name in names if name in self._failures), None)
+        for member in () if demand is None else demand.members:
+            error, waiting = self._failures.get(member, ("", frozenset()))
+            if request_id in waiting:
+                return error
+        return None
 
     def end_pass(self, batch_formed: bool) -> None:
         """Finish a pass; without a batch, nothing else would start the copies that were queued."""
-        self._failures.clear()  # whoever comes later tries again
         if not batch_formed:
             self.cache.submit_loads()
 
@@ -450,7 +454,7 @@ class Residency:
         self.counters.failed_reads += 1
         stored = self.store.get(identity)
         if stored is not None and stored.paths == paths:  # else nobody wants it, or there is another file to try
-            self._failures[identity] = error
+            self._failures[identity] = error, frozenset(self._places)
             if stored.is_pinned and identity not in self._unreadable_pins:
                 # Not tried again in every step of the loop: a request for it does, or a flush.
                 logger.error("%s (it is pinned)", error)
@@ -517,10 +521,11 @@ class Residency:
         """Make room in the table, which holds fewer adapters than a large pool could."""
         unlocked = sum(not self.core.lora_nodes[identity].is_locked for identity in self._indices)
         if len(self._free_indices) + unlocked < count:
-            return False  # evicting would cost history KV and free no index
+            return False  # evicting would cost history KV and bring nobody in
         while len(self._free_indices) < count:
-            if self.cache.evict_some(self.cache.page_size) == 0:
-                return False
+            victim = self.core.least_valuable(self._indices)
+            assert victim is not None, "an adapter came into use by the eviction of another"
+            self.cache.evict_adapter(victim)
         return True
 
     def _on_resident(self, lora_node: LoraNode) -> None:

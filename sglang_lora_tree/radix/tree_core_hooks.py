@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -202,6 +202,22 @@ class LoraTreeCore(PlainTreeCore):
             self._update_evictable_leaf_sets(owner.node)
         self.retention.resident_adapters -= not lora_node.is_mix
         self.listener.on_evicted(lora_node)
+
+    def least_valuable(self, identities: Iterable[str]) -> LoraNode | None:
+        """The adapter or mix to evict first among these, of those that nobody uses or holds; None if all are in use."""
+        candidates = [self.lora_nodes[identity] for identity in identities]
+        unlocked = [lora_node for lora_node in candidates if not lora_node.is_locked]
+        return min(unlocked, key=lambda lora_node: self._eviction_priority(lora_node.node), default=None)
+
+    def device_nodes_of(self, lora_node: LoraNode) -> list[UnifiedTreeNode]:
+        """All nodes on the GPU that need an adapter or mix, and itself: each before those that it needs."""
+        mixes = [mix for mix in self.lora_nodes.values() if lora_node.identity in mix.members]
+        return [
+            node
+            for top in (*mixes, lora_node)
+            for node in reversed(list(self.subtree(top)))
+            if node.component_data[BASE_COMPONENT_TYPE].value is not None
+        ]
 
     def find(self, node_id: int) -> LoraNode | None:
         """The second-layer node with this id, if it is one."""

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -467,3 +468,20 @@ def test_one_copy_stays(safe: bool, tmp_path: Path, plain_config: dict[str, Any]
     assert live_bytes() - before == adapter.num_bytes == 3_200_000
     del adapter
     assert live_bytes() == before
+
+
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
+def test_a_regular_expression_that_never_ends_is_refused(
+    field: str, plain_folder: Path, base: BaseShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nested repetitions can take years on a path of 40 letters; nobody waits for them, and the timer is gone after."""
+    monkeypatch.setattr("sglang_lora_tree.adapters.config.MATCHING_SECONDS", 0.2)
+    hostile = r"(([a-z.0-9_]+)+)+!"
+    shutil.copytree(plain_folder, tmp_path / "hostile")
+    file = tmp_path / "hostile" / "adapter_config.json"
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps({**fields, field: hostile if field.endswith("modules") else {hostile: 4}}))
+    with pytest.raises(AdapterError, match=r"regular expressions takes longer than 0\.2 s"):
+        load_adapter(tmp_path / "hostile", base)
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    load_adapter(plain_folder, base)

@@ -60,3 +60,15 @@ def test_prompt_tokens_of_first_attempts(manager):
 def test_adapters_of_requests_by_name(manager):
     mix = encode_lora_id([("math", 0.5), ("json", -2.0)])
     assert sorted(state_hooks._names([mix, "sql", "math", None, "gone"])) == ["json", "math", "sql"]
+
+
+def test_a_report_that_fails_stops_itself_and_not_the_server(manager, monkeypatch):
+    def broken(*args):
+        raise TypeError("a label that is no text")
+
+    monkeypatch.setattr(state_hooks, "TreeMetrics", broken)
+    reporter = SimpleNamespace(current_scheduler_metrics_enabled=True, metrics_collector=SimpleNamespace(labels={}))
+    plan = SimpleNamespace(running_batch=None, batch_to_run=None)
+    scheduler = SimpleNamespace(metrics_reporter=reporter, waiting_queue=[], max_loras_per_batch=8)
+    state_hooks.publish_metrics(plan, scheduler)
+    assert state_hooks.REPORT.next_metrics == float("inf")

@@ -10,7 +10,8 @@ virtual root
 ├─ adapter sql  40 slots [loading]
 ├─ mix math:0.7, json:-0.25  1 slot [host]  1 visit
 │  └─ KV  33 slots [host]
-└─ KV  7 slots [GPU+host]
+└─ base model
+   └─ KV  7 slots [GPU+host]
 
 on disk: cold
 """
@@ -48,6 +49,14 @@ def test_many_children_are_summed_up():
     text = render_text(maker.snapshot())
     assert text.count("─ KV  10 slots") == 7
     assert "└─ 13 KV nodes  130 slots on the GPU, 130 in host memory  91 visits\n" in text
+
+
+def test_base_model_kv_stands_under_a_heading_of_its_own_and_nothing_else_does():
+    maker = SnapshotMaker()
+    maker.kv(maker.adapter("math"))
+    assert "base model" not in render_text(maker.snapshot())
+    maker.kv(maker.kv(maker.root))
+    assert "└─ base model\n   └─ KV  10 slots [GPU+host]\n      └─ KV" in render_text(maker.snapshot())
 
 
 def test_a_part_of_a_tree_says_so():

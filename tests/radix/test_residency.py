@@ -382,6 +382,30 @@ def test_a_full_table_of_adapters_in_use_costs_nobody_their_history(make_tree) -
     loop.run(100)
 
 
+def test_a_full_table_gives_up_its_least_valuable_adapter_and_nothing_else(make_tree) -> None:
+    """An index comes free by evicting one adapter with what needs it, however old other history is."""
+    tree = make_tree("abcd", pool_slots=300, settings=Settings(max_resident_adapters=3))
+    tokens = list(range(10))
+    tree.add_kv(None, tokens)  # the oldest
+    a, b, c, d = (tree.demand({name: 1.0}) for name in "abcd")
+    mix = tree.demand({"a": 0.5, "b": 0.5})
+    for demand in (a, b, mix, c):
+        tree.bring_mix(demand)
+        tree.add_kv(demand, tokens)
+        tree.settle()
+    for demand in (a, b):
+        assert tree.matched(demand, tokens) == 10  # used again
+    tree.bring(d.identity)
+    tree.check()
+    assert not tree.core.is_resident(c.identity)
+    tree.bring(c.identity)
+    assert not tree.core.is_resident(a.identity) and not tree.core.is_resident(mix.identity)
+    on_gpu = [tree.match(tree.key(demand), tokens).device_prefix_len for demand in (None, b, a, mix)]
+    assert on_gpu == [10, 10, 0, 0]
+    tree.check()
+    tree.check_everything_can_go()
+
+
 # ---- Names come and go ----
 
 
@@ -492,6 +516,36 @@ def test_a_file_that_vanished_fails_only_its_request(make_tree, folder: Path, tm
     loop.run(60)
     assert loop.finished == ["good", "cured"]
     finish(tree, loop)
+
+
+def test_a_file_that_vanished_fails_every_request_that_waited_for_it_with_one_read(make_tree, folder, tmp_path) -> None:
+    """Also those that a pass does not reach because the batch is full before."""
+    tree = make_tree("a")
+    shutil.copytree(folder / "b", tmp_path / "b")
+    tree.load("b", tmp_path / "b")
+    shutil.rmtree(tmp_path / "b")
+    residency, demand = tree.residency, tree.demand({"b": 1.0})
+    waiting = ["first", "second", "third"]
+
+    def look(*reached: str) -> list[Verdict]:
+        residency.poll()
+        residency.begin_pass(waiting)
+        verdicts = [residency.admit(name, demand, room=100, alone=False) for name in reached]
+        residency.end_pass(batch_formed=False)
+        waiting[:] = [name for name, verdict in zip(reached, verdicts, strict=True) if verdict is not Verdict.FAILED] + [
+            name for name in waiting if name not in reached
+        ]
+        return verdicts
+
+    assert look(*waiting) == [Verdict.WAIT] * 3
+    tree.finish_reads()
+    assert look("first") == look("second") == look("third") == [Verdict.FAILED]
+    assert residency.counters.failed_reads == 1
+    shutil.copytree(folder / "b", tmp_path / "b")
+    waiting.append("later")
+    assert look("later") == [Verdict.WAIT]
+    assert not residency._failures
+    residency.begin_pass([])
 
 
 def test_a_file_that_changed_fails_only_its_request(make_tree, folder: Path, tmp_path: Path) -> None:
