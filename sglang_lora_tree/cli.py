@@ -1,4 +1,4 @@
-"""The console command ``sglang-lora-tree``: ``check`` an adapter offline, see the ``tree`` of a running server."""
+"""The console command ``sglang-lora-tree``: ``check`` and ``compress`` adapters, see the ``tree`` of a running server."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sglang_lora_tree.adapters.check import run_check
 
         return run_check(arguments[1:])
+    if arguments[:1] == ["compress"]:
+        from sglang_lora_tree.fleet.command import run_compress
+
+        return run_compress(arguments[1:])
     try:
         options = _parser().parse_args(arguments)
     except SystemExit as stop:  # argparse has printed the usage or the help
@@ -44,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sglang-lora-tree", description="Look at adapters and at running servers.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("check", help="check whether an adapter can be served exactly", add_help=False)
+    commands.add_parser("compress", help="make a fleet of adapters smaller", add_help=False)
     tree = commands.add_parser(
         "tree",
         help="show the tree of a running server",

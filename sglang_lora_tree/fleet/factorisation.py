@@ -133,6 +133,33 @@ def truncate(
     return Adapter(adapter.name, "", {place: modules[place] for place in places})
 
 
+def relative_error(original: Adapter, other: Adapter, device: torch.device | str = "cpu") -> float:
+    """|dW - dW'| / |dW| (Frobenius) over all modules of two adapters with the same modules; 0 if dW is 0.
+
+    dW - dW' is a product of factors set side by side, and its norm is the trace of two small matrices: nothing of the size
+    of a weight matrix is formed. In float64, so errors below 1e-8 are rounding.
+    """
+    device = torch.device(device)
+    places = list(original.modules)
+    differences = []
+    for place in places:
+        first, second = original.modules[place], other.modules[place]
+        pair = torch.cat([first.a.float(), second.a.float()]), torch.cat([first.b.float(), second.b.float()], dim=1)
+        differences.append((pair, (first.scaling, -second.scaling), first.rank))
+    total = lost = 0.0
+    for indices in _batches([pair for pair, _, _ in differences]):
+        a_gram = gram(TallBatch.of([differences[index][0][0].to(device) for index in indices], wide=True)).cpu()
+        b_gram = gram(TallBatch.of([differences[index][0][1].to(device) for index in indices], wide=False)).cpu()
+        for row, index in enumerate(indices):
+            (a, _), scales, rank = differences[index]
+            signs = torch.cat([torch.full((rank,), scales[0]), torch.full((len(a) - rank,), scales[1])]).double()
+            size = len(a)
+            product = a_gram[row, :size, :size] * (signs[:, None] * b_gram[row, :size, :size] * signs)
+            lost += float(product.sum())
+            total += float(product[:rank, :rank].sum())
+    return (max(lost, 0.0) / total) ** 0.5 if total > 0 else 0.0
+
+
 def gram(batch: TallBatch) -> torch.Tensor:
     """X^T X of every matrix, float64; by Triton on a GPU up to rank 128. See tsqr_reference.gram."""
     if _by_triton(batch):
