@@ -17,6 +17,8 @@ from typing import Any
 import yaml
 
 ENVIRONMENT_VARIABLE = "SGLANG_LORA_TREE"
+QUEUE_ORDERS = ("lag", "fcfs", "lcfs", "least_adapters", "random", "clusters")
+"""What ``queue_order`` may be (``scheduling.orders``)."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,32 @@ class Settings:
     """RAM that HiCache leaves free, in GB; None: SGLang's 10 GB on a GPU machine, 2 GB on the CPU platform."""
     verify_invariants: bool = False
     """Check every invariant of the tree at every scheduling pass (slow; for tests)."""
+    queue_order: str = "lag"
+    """Who is looked at first when a batch is formed: one of :data:`QUEUE_ORDERS`; SGLang's ``--schedule-policy`` breaks ties,
+    and its priorities go before."""
+    theta_seconds: float = 0.5
+    """Requests older than this go first, as they came (every order but fcfs and lcfs)."""
+    cluster_adapters: int = 8
+    """Adapters in one batch with ``queue_order`` clusters."""
+    order_seed: int = 0
+    """Of ``queue_order`` random."""
+    ttft_slo_seconds: float | None = None
+    """Requests whose first token would take longer are refused (503 with Retry-After); None: all wait."""
+    fairness: bool = False
+    """Whether adapters are served equal shares of tokens while they have requests waiting (virtual token counters)."""
+    advisor: bool = True
+    """Whether a process beside the scheduler makes plans (``scheduling.advisor``); without it the queue keeps its order, and
+    leaves leave least recently used first."""
+    plan_milliseconds: int = 100
+    """Between two plans."""
+    advisor_silence_seconds: float = 1.0
+    """After so long without a plan the scheduler goes on without; after four times as long the advisor is restarted."""
+    prefetch: bool = True
+    """Whether adapters come in before a scheduling pass looks at the requests that wait for them."""
+    swap_in_below: float = 0.7
+    """Share of the pool in use below which nodes of high Eval come in from host memory unasked."""
+    grace_seconds: float = 2.0
+    """How long what came in ahead is kept for its first use."""
     delay_loads: int = 0
     """Hold every copy of an adapter to the GPU back by this many loop steps, its rows full of NaN until then (for tests)."""
 
@@ -49,14 +77,28 @@ class Settings:
             ("max_resident_adapters", 1),
             ("patience_passes", 1),
             ("disk_readers", 0),
+            ("cluster_adapters", 1),
+            ("order_seed", 0),
+            ("plan_milliseconds", 1),
             ("delay_loads", 0),
         ):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"--lora-tree: {field} = {value!r}: give a whole number of at least {least}")
-        reserve = self.host_reserve_gb
-        if reserve is not None and (not isinstance(reserve, (int, float)) or isinstance(reserve, bool) or reserve < 0):
-            raise ValueError(f"--lora-tree: host_reserve_gb = {reserve!r}: give a number that is not negative")
+        for field in (
+            "host_reserve_gb",
+            "theta_seconds",
+            "ttft_slo_seconds",
+            "advisor_silence_seconds",
+            "swap_in_below",
+            "grace_seconds",
+        ):
+            value = getattr(self, field)
+            optional = field in ("host_reserve_gb", "ttft_slo_seconds") and value is None
+            if not optional and (not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0):
+                raise ValueError(f"--lora-tree: {field} = {value!r}: give a number that is not negative")
+        if self.queue_order not in QUEUE_ORDERS:
+            raise ValueError(f"--lora-tree: queue_order = {self.queue_order!r}: give one of {', '.join(QUEUE_ORDERS)}")
 
     def to_json(self) -> str:
         """The settings as JSON text, as :func:`parse_settings` reads them."""

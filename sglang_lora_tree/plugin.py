@@ -26,10 +26,21 @@ def all_hooks() -> list[Hook]:
     from sglang_lora_tree.composite import http_hooks, manager_hooks, request_hooks
     from sglang_lora_tree.observability import http_hooks as tree_http_hooks
     from sglang_lora_tree.observability import state_hooks
-    from sglang_lora_tree.scheduling import scheduler_hooks
+    from sglang_lora_tree.scheduling import overload_hooks, plan_hooks, queue_hooks, scheduler_hooks
 
     own: list[Hook] = [("sglang.srt.managers.scheduler.Scheduler.__init__", check_scheduler, HookType.AFTER)]
-    rooms = (arguments_hooks, request_hooks, http_hooks, manager_hooks, scheduler_hooks, state_hooks, tree_http_hooks)
+    rooms = (
+        arguments_hooks,
+        request_hooks,
+        http_hooks,
+        manager_hooks,
+        scheduler_hooks,
+        queue_hooks,
+        plan_hooks,
+        overload_hooks,
+        state_hooks,
+        tree_http_hooks,
+    )
     return own + [hook for room in rooms for hook in room.HOOKS]
 
 
@@ -80,9 +91,11 @@ def check_hooks() -> None:
 
 def check_scheduler(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER ``Scheduler.__init__``: the scheduler process's self-check, then the scheduler is ours."""
+    from sglang.srt.runtime_context import get_parallel
+
     from sglang_lora_tree.config import current_settings
     from sglang_lora_tree.radix.cache_hooks import LoraTreeCache
-    from sglang_lora_tree.scheduling import scheduler_hooks
+    from sglang_lora_tree.scheduling import plan_hooks, scheduler_hooks
 
     if current_settings() is None:
         return
@@ -90,3 +103,4 @@ def check_scheduler(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> 
     if not isinstance(scheduler.tree_cache, LoraTreeCache):
         raise RuntimeError(f"--lora-tree: the prefix cache is a {type(scheduler.tree_cache).__name__}")
     scheduler_hooks.attach(scheduler)
+    plan_hooks.attach(scheduler, is_entry_rank=get_parallel().attn_tp_rank == 0)

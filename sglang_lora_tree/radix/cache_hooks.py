@@ -190,6 +190,27 @@ class LoraTreeCache(UnifiedRadixCache):
         """Whether one more load may be started and still leave a batch's own load its place (SGLang allows three)."""
         return len(self.cache_controller.ack_load_queue) < self.cache_controller.layer_done_counter.num_counters - 1
 
+    def is_load_path_idle(self) -> bool:
+        """Whether nothing is being copied to the GPU, or waits for it."""
+        return not (self.cache_controller.ack_load_queue or self.cache_controller.load_queue or self._delayed)
+
+    def start_load(self, node_id: int) -> bool:
+        """Start the copy of a node, and of what is missing above it, without a batch to wait for it; False: no room."""
+        assert self.is_load_path_idle(), "a copy without a batch must not carry others along"
+        if not self.load_back(node_id):
+            return False
+        self.submit_loads()
+        return True
+
+    def is_in_flight(self, node_id: int) -> bool:
+        """Whether a node is being copied to the GPU."""
+        return node_id in self.ongoing_load_back
+
+    def hold_node(self, node_id: int) -> Callable[[], None]:
+        """Lock a node on the GPU, with all that it depends on; returns what undoes it."""
+        receipt = self.inc_lock_ref(node_id).to_dec_params()
+        return lambda: (self.dec_lock_ref(node_id, receipt), None)[1]
+
     def start_swap_in(self, lora_node: LoraNode) -> bool:
         """Queue the copy of an adapter from host to GPU; False if there is no room even after eviction."""
         assert not lora_node.is_resident, f"{lora_node.identity} is on the GPU already"
@@ -233,8 +254,7 @@ class LoraTreeCache(UnifiedRadixCache):
 
     def hold(self, lora_node: LoraNode) -> Callable[[], None]:
         """Lock a node on the GPU; returns what undoes it."""
-        node_id, receipt = lora_node.node.id, self.inc_lock_ref(lora_node.node.id).to_dec_params()
-        return lambda: (self.dec_lock_ref(node_id, receipt), None)[1]
+        return self.hold_node(lora_node.node.id)
 
     def hold_host(self, lora_node: LoraNode) -> Callable[[], None]:
         """Keep a node's host copy; returns what undoes it."""

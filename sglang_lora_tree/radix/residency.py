@@ -24,6 +24,7 @@ from sglang_lora_tree.config import Settings
 from sglang_lora_tree.kernels.table import AdapterTable
 from sglang_lora_tree.radix.adapter_files import AdapterFiles, LocalFiles, RemoteFiles
 from sglang_lora_tree.radix.disk_reader import DiskReader
+from sglang_lora_tree.radix.identity import BASE_IDENTITY
 from sglang_lora_tree.radix.layout import AdapterLayout, Outline, Packer
 from sglang_lora_tree.radix.store import AdapterStore, StoredAdapter
 
@@ -128,9 +129,12 @@ class Residency:
         self._first_look: dict[str, float] = {}
         self._places: dict[str, int] = {}
         self._blocker: str | None = None
+        self._kv_in_flight: dict[int, str] = {}
+        self.release_ahead: Callable[[], bool] = lambda: False
+        """Lets go of what came in before anybody asked for it; True if there was any."""
         cache.delay_loads = settings.delay_loads
         cache.on_reset = self._forget_everything
-        cache.on_shortage = self.release_holds
+        cache.on_shortage = lambda: self.release_ahead() or self.release_holds()
         self.core.listener.on_resident = self._on_resident
         self.core.listener.on_evicted = self._on_evicted
         self.core.listener.on_removed = self._on_removed
@@ -308,6 +312,8 @@ class Residency:
         """
         if self._must_wait_for_blocker(request_id, demand):
             return Verdict.WAIT
+        if self._kv_in_flight and self._must_wait_for_kv(demand):
+            return Verdict.WAIT
         if demand is None:
             return Verdict.READY
         if self.failure_of(request_id, demand) is not None:
@@ -368,6 +374,54 @@ class Residency:
         for name in names:
             self._holds[name].release()  # not popped: its request may be bringing something in at this moment
         return bool(names)
+
+    # ---- Ahead of requests ----
+
+    def read_ahead(self, identity: str) -> bool:
+        """Start reading an adapter that is on disk only; False if it is not, or host memory has no room."""
+        if identity not in self._layouts or identity in self._reading or identity in self.core.lora_nodes:
+            return False
+        host, needed = self.cache.host_pool, self._layouts[identity].num_slots
+        if host.available_size() < needed:
+            self.cache.evict_host(needed - host.available_size())  # cold leaves; what is on the GPU stays
+        return host.available_size() >= needed and self.store.get(identity) is not None and self._start_reading(identity)
+
+    def swap_in_ahead(self, identity: str, room: int) -> LoraNode | None:
+        """Start copying an adapter from host memory, if it takes no more than ``room`` slots; its node, or None."""
+        lora_node = self.core.lora_nodes.get(identity)
+        if lora_node is None or lora_node.is_resident or self._layouts[identity].num_slots > room:
+            return None
+        if not self._free_indices or not self.cache.start_swap_in(lora_node):
+            return None
+        self.cache.submit_loads()
+        self.counters.swap_ins += 1
+        self.counters.swap_in_slots += self._layouts[identity].num_slots
+        return lora_node
+
+    def swap_in_node(self, node_id: int, room: int, busy: Callable[[], Iterable[str]]) -> bool:
+        """Start copying a node whose parent is on the GPU; False if that is no longer so, or it does not fit ``room``.
+
+        Args:
+            busy: identities that running requests compute under. A chunk of theirs could come to share history KV that is
+                still on its way, and nothing would make it wait.
+        """
+        node = self.core.get_node(node_id)
+        if node is None or not node.evicted or not node.backuped or len(node.key) > room:
+            return False
+        lora_node = self.core.find(node_id)
+        if lora_node is not None:
+            return not lora_node.is_mix and self.swap_in_ahead(lora_node.identity, room) is not None
+        owner = self.core.lora_node_of(node)
+        identity = BASE_IDENTITY if owner is None else owner.identity
+        if node.parent.evicted or identity in set(busy()) or not self.cache.start_load(node_id):
+            return False
+        self._kv_in_flight[node_id] = identity
+        return True
+
+    def _must_wait_for_kv(self, demand: Demand | None) -> bool:
+        """Whether history KV that a request may match is on its way to the GPU without a batch to wait for it."""
+        self._kv_in_flight = {node: name for node, name in self._kv_in_flight.items() if self.cache.is_in_flight(node)}
+        return (BASE_IDENTITY if demand is None else demand.identity) in self._kv_in_flight.values()
 
     # ---- Steps towards the GPU ----
 
@@ -572,6 +626,7 @@ class Residency:
         self._unreadable_pins.clear()
         self._passes_waited.clear()
         self._first_look.clear()
+        self._kv_in_flight.clear()
         for index in self._indices.values():
             self.table.clear(index)
             self._free_indices.append(index)

@@ -104,10 +104,17 @@ class LoraTreeCore(PlainTreeCore):
     def __init__(self, params: Any, components: dict[ComponentType, Any]) -> None:
         assert isinstance(components.get(ComponentType.FULL), LoraFullComponent), "the factory installs LoraFullComponent"
         self.listener = ResidencyListener()
+        self.changes: dict[int, None] | None = None
+        """Ids of nodes that came, changed their tier, were used or left, oldest first, for whoever empties it; None: nobody."""
+        self.resets = 0
+        """How often the tree has been emptied."""
         super().__init__(params, components)
 
     def reset(self) -> None:
         super().reset()
+        self.resets += 1
+        if self.changes is not None:
+            self.changes.clear()
         self.retention.resident_adapters = 0
         self.virtual_root = self.root_node
         self.lora_nodes: dict[str, LoraNode] = {}
@@ -292,6 +299,45 @@ class LoraTreeCore(PlainTreeCore):
         lora_node = self.lora_node_of(self.node_by_id(node_id))
         return self.virtual_root.id if lora_node is None else lora_node.node.id
 
+    # ---- What the advisor is told ----
+
+    def note_use(self, node: UnifiedTreeNode) -> None:
+        super().note_use(node)
+        self._note_changed(node)
+
+    def _update_evictable_leaf_sets(self, node: UnifiedTreeNode) -> None:
+        super()._update_evictable_leaf_sets(node)
+        self._note_changed(node)
+
+    def _note_changed(self, node: UnifiedTreeNode) -> None:
+        if self.changes is not None and node is not self.virtual_root:
+            self.changes[node.id] = None
+
+    def note_all_changed(self) -> None:
+        """Whoever empties ``changes`` wants to hear of every node."""
+        if self.changes is not None:
+            self.changes.update(dict.fromkeys(self._node_arena))
+            self.changes.pop(self.virtual_root.id, None)
+
+    def get_node(self, node_id: int) -> UnifiedTreeNode | None:
+        """A node, if it is still in the tree."""
+        return self._node_arena.get(node_id)
+
+    def row_of(self, node: UnifiedTreeNode) -> tuple[int, int, str | None, int, bool, bool, float, float]:
+        """A node's id, parent, identity (LoRA nodes), slots, whether on the GPU and on the host, visits, last use."""
+        lora_node = self._by_node.get(node.id)
+        data, usage = node.component_data[BASE_COMPONENT_TYPE], node.usage
+        return (
+            node.id,
+            node.parent.id,
+            None if lora_node is None or lora_node.is_mix else lora_node.identity,
+            len(node.key),
+            data.value is not None,
+            data.host_value is not None,
+            usage.visits,
+            usage.used_at,
+        )
+
     # ---- Eviction order ----
 
     def _eviction_priority(self, node: UnifiedTreeNode) -> Any:
@@ -310,6 +356,7 @@ class LoraTreeCore(PlainTreeCore):
 
     def _remove_leaf_from_parent(self, node: UnifiedTreeNode) -> None:
         super()._remove_leaf_from_parent(node)
+        self._note_changed(node)
         lora_node = self._by_node.pop(node.id, None)
         if lora_node is not None:
             del self.lora_nodes[lora_node.identity]

@@ -18,13 +18,14 @@ Hooks (all do nothing while ``--lora-tree`` is off), on ``sglang.srt.managers``:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.managers.io_struct import LoRAUpdateOutput
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy, CacheAwarePolicy
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_lora_tree.composite.demand import WeightedDemand
@@ -33,8 +34,16 @@ from sglang_lora_tree.composite.request_hooks import UNLOAD_FOR_GOOD
 from sglang_lora_tree.config import current_settings
 from sglang_lora_tree.radix.identity import BASE_IDENTITY, namespace_key
 from sglang_lora_tree.radix.residency import Demand, Residency, Verdict
+from sglang_lora_tree.scheduling.waiting_queue import WINDOW, WaitingQueue, make_queue
+
+if TYPE_CHECKING:
+    from sglang_lora_tree.scheduling.plan_hooks import Plans
 
 logger = logging.getLogger(__name__)
+
+MAX_WAITS = 16
+"""After so many requests of a pass that wait for adapters, the pass looks only at those whose adapters are there: what the
+others need cannot come sooner, and prefetch fetches it."""
 
 
 class SchedulerState:
@@ -46,12 +55,26 @@ class SchedulerState:
         """SGLang's PrefillAdder of the pass under way."""
         self.failed: list[tuple[Req, str]] = []
         """Requests of the pass under way that can not be served."""
+        self.queue: WaitingQueue | None = None
+        self.plans: Plans | None = None
+        self.is_split = False
+        """The pass under way sees the window of the queue only."""
+        self.is_ordered = False
+        """The pass under way has ordered the queue."""
+        self.num_waits = 0
+        """Requests that this pass has found waiting for adapters."""
         self.ready: list[Req] = []
         """Requests of the pass under way whose adapters are there."""
 
     @property
     def residency(self) -> Residency | None:
         return None if self.manager is None else self.manager.residency
+
+    def begin_pass(self, ordered: Iterable[Req]) -> None:
+        """The requests that this pass will look at are in their order."""
+        assert self.residency is not None
+        self.is_ordered = True
+        self.residency.begin_pass(req.rid for req in ordered)
 
 
 STATE = SchedulerState()
@@ -67,12 +90,20 @@ def attach(scheduler: Any) -> None:
     if not isinstance(manager, TreeLoRAManager) or manager.residency is None:
         raise RuntimeError(f"--lora-tree: the LoRA manager is a {type(manager).__name__} that no tree is attached to")
     STATE.manager = manager
+    STATE.queue = make_queue(manager.settings)
 
 
 def demand_of(req: Req) -> WeightedDemand | None:
     """What a request needs; None for the base model."""
     assert STATE.manager is not None
     return STATE.manager.resolver.resolve(req.lora_id)
+
+
+def members_of(lora_id: str | None) -> tuple[str, ...]:
+    """Identities of the adapters behind a ``lora_id``; none for the base model."""
+    assert STATE.manager is not None
+    weighted = STATE.manager.resolver.resolve(lora_id)
+    return () if weighted is None else weighted.demand.members
 
 
 # ---- Requests as they come ----
@@ -96,6 +127,9 @@ def file_under_identity(result: None, req: Req, *args: Any, **kwargs: Any) -> No
     if weighted is None:
         req.lora_id = None
     req.extra_key = namespace_key(BASE_IDENTITY if weighted is None else weighted.demand.identity, extra_key)
+    if STATE.queue is not None:
+        members = () if weighted is None else weighted.demand.members
+        req.lora_tree_ticket = STATE.queue.take_ticket(members, len(req.origin_input_ids))
 
 
 def limit_length(result: None, scheduler: Any, req: Req) -> None:
@@ -181,13 +215,14 @@ def run_pass(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     if residency is None:
         return original(scheduler, *args, **kwargs)
     STATE.failed, STATE.ready = [], []
-    residency.begin_pass(req.rid for req in scheduler.waiting_queue)
-    result = original(scheduler, *args, **kwargs)
+    result = _walk_queue(original, scheduler, *args, **kwargs)
     batch = result[0]
     admitted = batch.reqs if batch is not None else []
     for req in admitted:
         weighted = demand_of(req)
         residency.note_admitted(req.rid, None if weighted is None else weighted.demand)
+    if STATE.plans is not None and STATE.plans.reporter is not None:
+        STATE.plans.reporter.note_admitted(admitted)
     alone = batch is None and scheduler.running_batch.is_empty()
     for req in STATE.ready:
         if req not in admitted:
@@ -199,6 +234,32 @@ def run_pass(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
         residency.core.check_invariants()
         residency.cache.check_ranks_agree()
     return result
+
+
+def _walk_queue(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang's own pass, over the window of a long queue or over all of a short one."""
+    queue = STATE.queue
+    rest: list[Req] = []
+    assert queue is not None
+    STATE.is_ordered, STATE.num_waits = False, 0
+    STATE.is_split = may_split(scheduler.policy, scheduler.waiting_queue)
+    if STATE.is_split:
+        scheduler.waiting_queue, rest = queue.split(scheduler.waiting_queue)
+    result = original(scheduler, *args, **kwargs)
+    if not STATE.is_ordered:
+        STATE.begin_pass(scheduler.waiting_queue)  # the batch is full: holds of requests that are gone end all the same
+    elif not STATE.is_split:
+        queue.note_unsplit()
+    if STATE.is_split:
+        scheduler.waiting_queue = queue.join(scheduler.waiting_queue, rest)
+    return result
+
+
+def may_split(policy: Any, queue: list[Req]) -> bool:
+    """Whether a pass may look at a part of the queue only: where SGLang itself would take it as it comes."""
+    if len(queue) <= WINDOW or policy.enable_priority_scheduling:
+        return False
+    return policy.policy in (CacheAgnosticPolicy.FCFS, CacheAwarePolicy.LPM, CacheAwarePolicy.HRRN)
 
 
 def can_schedule(original: Callable[..., bool], scheduler: Any, req: Req, running_loras: set[str | None]) -> bool:
@@ -214,6 +275,8 @@ def can_schedule(original: Callable[..., bool], scheduler: Any, req: Req, runnin
     demand = None if weighted is None else weighted.demand
     if demand is not None and req.lora_id not in running_loras and _too_many_adapters(scheduler, demand, running_loras):
         return False
+    if STATE.num_waits >= MAX_WAITS and not all(map(residency.core.is_resident, demand.members if demand else ())):
+        return False
     adder = STATE.adder
     alone = not adder.can_run_list and scheduler.running_batch.is_empty()
     verdict = residency.admit(req.rid, demand, int(adder.rem_total_tokens), alone)
@@ -221,19 +284,20 @@ def can_schedule(original: Callable[..., bool], scheduler: Any, req: Req, runnin
         STATE.failed.append((req, str(residency.failure_of(req.rid, demand))))
     elif verdict is Verdict.READY:
         STATE.ready.append(req)
+    else:
+        STATE.num_waits += 1
     return verdict is Verdict.READY
 
 
 def _too_many_adapters(scheduler: Any, demand: Demand, running_loras: set[str | None]) -> bool:
     """--max-loras-per-batch counts different adapters, members of mixes included; a request alone always may run."""
     assert STATE.manager is not None
-    running = {
-        member
-        for lora_id in running_loras
-        if lora_id is not None and (weighted := STATE.manager.resolver.resolve(lora_id)) is not None
-        for member in weighted.demand.members
-    }
-    return bool(running) and len(running | set(demand.members)) > scheduler.max_loras_per_batch
+    running = {member for lora_id in running_loras for member in members_of(lora_id)}
+    settings = STATE.manager.settings
+    limit = scheduler.max_loras_per_batch
+    if settings.queue_order == "clusters":
+        limit = min(limit, settings.cluster_adapters)
+    return bool(running) and len(running | set(demand.members)) > limit
 
 
 def _abort_failed(scheduler: Any) -> None:
