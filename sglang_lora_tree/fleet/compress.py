@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from sglang_lora_tree.adapters.adapter import load_adapter
 from sglang_lora_tree.adapters.base_shape import BaseShape

@@ -117,7 +117,7 @@ def describe(outcomes: Sequence[Outcome], settings: Settings, base: BaseShape | 
 
 def _describe_one(outcome: Outcome, settings: Settings, base: BaseShape | None) -> dict[str, Any]:
     survey, ranks = outcome.survey, outcome.ranks
-    modules = []
+    modules: list[dict[str, Any]] = []
     for (layer, module), spectrum, rank in zip(survey.shapes, survey.spectra, ranks, strict=True):
         total = float(spectrum.energy.sum())
         kept = float(spectrum.energy[:rank].sum()) / total if total > 0 else 1.0
