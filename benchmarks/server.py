@@ -1,4 +1,4 @@
-"""A real server as a child process, for benchmarks: start, ask, stop."""
+"""A real server as a child process, for benchmarks and tests: start, wait, ask, stop."""
 
 from __future__ import annotations
 
@@ -11,56 +11,116 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
+import psutil
 import requests
 
+LAUNCH = ("-m", "sglang.launch_server")
+SERVE = ("-c", "from sglang.cli.main import main; main()", "serve")
+"""What the console command ``sglang serve`` runs."""
+START_SECONDS = 400
 
-class Server:
-    """``python -m sglang.launch_server`` with the given arguments; a context manager.
+
+class ServerProcess:
+    """A server of its own process group; :meth:`stop`, or the end of a ``with``, ends every process of it.
 
     Args:
-        arguments: after the module's name; the port is added.
-        log: where its output goes.
+        arguments: of the server; the port is added.
+        log: file for everything it prints.
         environment: added to this process's.
+        command: arguments of python that start it.
     """
 
-    def __init__(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+    process: subprocess.Popen[bytes]
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        command: Sequence[str] = LAUNCH,
+    ) -> None:
         self.arguments = list(arguments)
         self.log = log
         self.environment = {**os.environ, **(environment or {})}
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.command = command
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.start_seconds = 0.0
 
-    def __enter__(self) -> Server:
+    def start(self) -> None:
+        """Begin to start; :meth:`wait` until it is done."""
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, *self.command, "--port", str(self.port), *self.arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=self.environment,
+                start_new_session=True,
+            )
+
+    def wait(self, seconds: float = START_SECONDS) -> None:
+        """Until it answers.
+
+        Raises:
+            RuntimeError: it ended, or did not answer in time; the message has the end of its log.
+        """
         start = time.monotonic()
-        command = [sys.executable, "-m", "sglang.launch_server", *self.arguments, "--port", str(self.port)]
-        self._process = subprocess.Popen(
-            command,
-            stdout=self.log.open("w"),
-            stderr=subprocess.STDOUT,
-            env=self.environment,
-            start_new_session=True,
-        )
-        while "fired up" not in self.log.read_text():
-            if self._process.poll() is not None or time.monotonic() - start > 400:
-                self.__exit__(None, None, None)
-                raise RuntimeError(f"the server did not start; the end of its log:\n{self.tail(6000)}")
+        while time.monotonic() - start < seconds:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.tail(6000)}")
+            try:
+                if requests.get(self.url + "/health", timeout=5).ok:
+                    self.start_seconds = time.monotonic() - start
+                    return
+            except requests.RequestException:
+                pass
             time.sleep(0.5)
-        self.start_seconds = time.monotonic() - start
+        raise RuntimeError(f"the server did not answer within {seconds} s:\n{self.tail(6000)}")
+
+    def stop(self) -> None:
+        for kind, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+            try:
+                os.killpg(self.process.pid, kind)
+                self.process.wait(patience)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                pass
+
+    def __enter__(self) -> Self:
+        self.start()
+        try:
+            self.wait()
+        except RuntimeError:
+            self.stop()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self._process.wait()
+        self.stop()
+
+    def tree(self) -> dict[str, Any]:
+        """What the scheduler process says about its tree (a summary, from /server_info)."""
+        return requests.get(f"{self.url}/server_info", timeout=60).json()["internal_states"][0]["lora_tree"]
+
+    def memory(self) -> int:
+        """Resident bytes of all its processes."""
+        root = psutil.Process(self.process.pid)
+        return sum(process.memory_info().rss for process in (root, *root.children(recursive=True)))
+
+    def read_log(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def tail(self, size: int) -> str:
+        """The last characters of its log."""
+        return self.read_log()[-size:]
+
+
+class Server(ServerProcess):
+    """For benchmarks."""
 
     def generate(self, **body: Any) -> Any:
         """POST /generate; raises with the server's message."""
@@ -69,9 +129,9 @@ class Server:
             raise RuntimeError(f"{response.status_code}: {response.text[:2000]}")
         return response.json()
 
-    def tree(self) -> dict[str, Any]:
-        """The tree's summary from /server_info."""
-        return requests.get(f"{self.url}/server_info", timeout=60).json()["internal_states"][0]["lora_tree"]
 
-    def tail(self, size: int) -> str:
-        return self.log.read_text()[-size:]
+def free_port() -> int:
+    """A port that nothing listens on; SGLang takes a few above it too."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

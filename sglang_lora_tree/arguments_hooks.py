@@ -3,8 +3,9 @@
 Hooks:
 
 * ``sglang.srt.server_args.ServerArgs.add_cli_args`` (AFTER): the flag itself, also for ``sglang serve`` and ``--config``.
-* ``sglang.srt.server_args.ServerArgs.from_cli_args`` (BEFORE): turns the plugin on and sets what it implies.
-* ``sglang.srt.server_args.ServerArgs.check_server_args`` (AFTER): refuses what cannot be served exactly.
+* ``sglang.srt.server_args.ServerArgs.from_cli_args`` (BEFORE): turns the plugin on and sets what it implies; refuses what
+  the user wrote that cannot be served exactly.
+* ``sglang.srt.server_args.ServerArgs.check_server_args`` (AFTER): refuses what came of it that cannot.
 
 and, because SGLang loads plugins inside the first ``Engine.__init__``, when a hook on it would come too late:
 
@@ -29,7 +30,7 @@ from sglang_lora_tree.config import (
     parse_settings,
     publish_settings,
 )
-from sglang_lora_tree.refusals import check_config
+from sglang_lora_tree.refusals import check_config, check_options
 
 NAME = "lora_tree"
 MAX_LORAS_PER_BATCH = 256
@@ -82,6 +83,7 @@ def enable(settings: Settings, options: MutableMapping[str, Any], given_max_lora
         max_lora_rank=settings.max_rank,
         lora_target_modules=list(MODULES),
     )
+    check_options(options)
     if not given_max_loras:
         most = options.get("max_loaded_loras")
         options["max_loras_per_batch"] = MAX_LORAS_PER_BATCH if most is None else min(MAX_LORAS_PER_BATCH, most)

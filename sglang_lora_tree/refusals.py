@@ -6,6 +6,8 @@ lead to (the pool that SGLang builds) is checked again in the scheduler process 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 _EXACT = "it is not shown to be exact"
@@ -62,6 +64,11 @@ def find_refusals(config: Any) -> list[str]:
             flag = "--" + name.replace("_", "-")
             refusals.append(f"{flag} {value}: {reason}; leave it at {' or '.join(str(choice) for choice in served)}")
     return refusals
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """As :func:`check_config`, for what a user wrote: SGLang's own checks would speak of flags that he never gave."""
+    check_config(SimpleNamespace(**{name: value for name, value in options.items() if value is not None}))
 
 
 def check_config(config: Any) -> None:

@@ -18,6 +18,8 @@ import pytest
 import torch
 from models import ALL_LINEAR, make_adapters, make_llama
 
+from benchmarks.server import LAUNCH, SERVE
+
 from .judge import Judge
 from .server import Server
 
@@ -37,6 +39,7 @@ class Configuration:
     arguments: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     embedded: bool = False
+    command: tuple[str, ...] = LAUNCH
 
 
 _TESTED = {"verify_invariants": True, "delay_loads": 5, "patience_passes": PATIENCE}
@@ -57,8 +60,8 @@ CONFIGURATIONS = {
         (*_SMALL, "--max-total-tokens", "900", "--tp", "2", "--page-size", "4"),
         {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"},
     ),
-    # As a user starts it.
-    "embedded": Configuration(("--lora-tree", "--enable-metrics"), embedded=True),
+    # As a user starts it, with the other of SGLang's two commands.
+    "embedded": Configuration(("--lora-tree", "--enable-metrics"), embedded=True, command=SERVE),
     # The same, exact.
     "float32": Configuration(("--lora-tree", "--dtype", "float32"), embedded=True),
 }
@@ -139,7 +142,7 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     log = tmp_path_factory.mktemp(request.param) / "server.log"
     if folder := os.environ.get("LORA_TREE_LOGS"):
         log = Path(folder) / f"{request.param}.log"
-    server = Server(log, arguments, environment)
+    server = Server(log, arguments, environment, configuration.command)
     try:
         # The judge is made while the server starts.
         judged = request.getfixturevalue(judge)
@@ -155,5 +158,5 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[None]:
     report = yield
     live = getattr(item, "funcargs", {}).get("live")
     if report.when == "call" and report.failed and isinstance(live, Live):
-        report.sections.append((f"log of the server {live.name}", live.server.tail()))
+        report.sections.append((f"log of the server {live.name}", live.server.tail(6000)))
     return report

@@ -1,23 +1,18 @@
-"""A real server process for tests: ``python -m sglang.launch_server --lora-tree``, asked over HTTP."""
+"""A real server process for tests, asked over HTTP."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import requests
 
-START_SECONDS = 300
+from benchmarks.server import LAUNCH, ServerProcess
+
 REQUEST_SECONDS = 300
 
 
@@ -47,60 +42,14 @@ class Answer:
         )
 
 
-class Server:
-    """A server of its own process group; ``stop`` ends every process of it.
+class Server(ServerProcess):
+    """A server that starts at once; see :class:`benchmarks.server.ServerProcess`."""
 
-    Args:
-        log: file for everything it prints.
-        arguments: of ``launch_server``, without the port.
-        environment: added to this process's.
-    """
-
-    def __init__(self, log: Path, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        self.log = log
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.arguments = list(arguments)
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "sglang.launch_server", "--port", str(self.port), *self.arguments],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **(environment or {})},
-                start_new_session=True,
-            )
-
-    def wait(self, seconds: float = START_SECONDS) -> None:
-        """Until it answers.
-
-        Raises:
-            AssertionError: it ended, or did not answer in time; the message has the end of its log.
-        """
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.tail()}"
-            try:
-                if requests.get(self.url + "/health", timeout=5).ok:
-                    return
-            except requests.RequestException:
-                pass
-            time.sleep(0.5)
-        raise AssertionError(f"the server did not answer within {seconds} s:\n{self.tail()}")
-
-    def stop(self) -> None:
-        for kind, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
-            try:
-                os.killpg(self.process.pid, kind)
-                self.process.wait(patience)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                pass
-
-    def tail(self, lines: int = 60) -> str:
-        return "\n".join(self.read_log().splitlines()[-lines:])
-
-    def read_log(self) -> str:
-        return self.log.read_text(errors="replace")
+    def __init__(
+        self, log: Path, arguments: Sequence[str], environment: Mapping[str, str] | None = None, command: Sequence[str] = LAUNCH
+    ) -> None:
+        super().__init__(arguments, log, environment, command)
+        self.start()
 
     # ---- Requests ----
 
@@ -144,15 +93,11 @@ class Server:
         """Empty the cache; SGLang refuses while something runs, so wait for that."""
         wait_until(lambda: self.post("/flush_cache").status_code == 200, 60, "the server is never idle")
 
-    def tree(self) -> dict[str, Any]:
-        """What the scheduler process says about its tree."""
-        return self.get("/server_info").json()["internal_states"][0]["lora_tree"]
-
     # ---- What must hold when nothing runs ----
 
     def check_at_rest(self) -> None:
         """Invariants 1 and 2 and nothing left held, once the last request is through."""
-        assert self.process.poll() is None, f"the server ended:\n{self.tail()}"
+        assert self.process.poll() is None, f"the server ended:\n{self.tail(6000)}"
         wait_until(lambda: self.tree()["pool"]["slots"]["gpu"]["running_kv"] == 0, 30, self.tree)
         tree = self.tree()
         pool = tree["pool"]
@@ -161,11 +106,6 @@ class Server:
             assert all(count >= 0 for count in slots.values()), f"{tier}: {slots}"
             assert sum(slots.values()) == pool[f"{tier}_size"], f"{tier}: {slots} of {pool}"
         assert tree["invalid_kv"] == 0, tree
-
-    def memory(self) -> int:
-        """Resident bytes of all its processes."""
-        root = psutil.Process(self.process.pid)
-        return sum(process.memory_info().rss for process in (root, *root.children(recursive=True)))
 
 
 def generate_body(prompts: Any, num_new: int, mixes: Any = None, **fields: Any) -> dict[str, Any]:
@@ -176,13 +116,6 @@ def generate_body(prompts: Any, num_new: int, mixes: Any = None, **fields: Any) 
         **({} if mixes is None else {"lora": mixes}),
         **fields,
     }
-
-
-def free_port() -> int:
-    """A port that nothing listens on; SGLang takes a few above it too."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(condition: Any, seconds: float, problem: Any) -> None:

@@ -78,7 +78,7 @@ def test_an_adapter_that_came_as_tensors_can_be_read_from_a_file_until_it_is_unl
     store.remove("id3")
     store.forget_spooled("sent")
     assert not Path(path).exists()
-    with pytest.raises(ValueError, match="sent came as tensors.*send them again"):
+    with pytest.raises(ValueError, match=r"sent came as tensors.*send them again"):
         store.spooled("sent")
 
 
