@@ -85,14 +85,14 @@ def factorise_pairs(
     for indices in _batches(pairs):
         a_batch = TallBatch.of([pairs[index][0].contiguous().to(device) for index in indices], wide=True)
         b_batch = TallBatch.of([pairs[index][1].contiguous().to(device) for index in indices], wide=False)
-        sigma, of_a, of_b = core_factors(gram(a_batch), gram(b_batch), indices)
+        sigma, of_a, of_b = (part.cpu() for part in core_factors(gram(a_batch), gram(b_batch), indices))
         for row, index in enumerate(indices):
             rank, scaling = pairs[index][0].shape[0], scalings[index]
             root = abs(scaling) ** 0.5
             found[index] = Factors(
-                sigma=sigma[row, :rank].cpu() * abs(scaling),
-                of_a=of_a[row, :rank, :rank].cpu() * root,
-                of_b=of_b[row, :rank, :rank].cpu() * (root if scaling >= 0 else -root),
+                sigma=sigma[row, :rank] * abs(scaling),
+                of_a=of_a[row, :rank, :rank] * root,
+                of_b=of_b[row, :rank, :rank] * (root if scaling >= 0 else -root),
             )
     return [found[index] for index in range(len(pairs))]
 
