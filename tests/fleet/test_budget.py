@@ -73,6 +73,12 @@ def test_spectral_spends_where_energy_per_parameter_is():
     assert spectral_ranks([wide, narrow], 60) == [1, 3]
 
 
+def test_the_last_parameters_are_spent_best():
+    """Greedy alone takes the densest direction, and then nothing else fits."""
+    dense, plain = Spectrum(np.array([6.6]), 6), Spectrum(np.array([5.0, 5.0]), 5)
+    assert spectral_ranks([dense, plain], 10, floor=0) == [0, 2]
+
+
 def test_directions_without_energy_are_not_bought():
     assert spectral_ranks([Spectrum(np.array([1.0, 0.0, 0.0]), 5), Spectrum(np.zeros(3), 5)], 30) == [1, 1]
 

@@ -47,6 +47,13 @@ def test_budgets_are_kept_to_the_parameter(fleet, tmp_path, policy, scope):
         assert spent["flat"] > budget["flat"], "nothing moved between adapters"
 
 
+def test_an_adapter_of_large_weights_does_not_starve_the_fleet(save):
+    settings = dataclasses.replace(QUARTER, scope="fleet")
+    fleet = [save("a", seed=1), save("b", seed=2, decay=0.8), save("b_loud", seed=2, decay=0.8, lora_alpha=12000)]
+    quiet, loud = (plan_ranks(survey_fleet([fleet[0], other]), settings) for other in fleet[1:])
+    assert quiet == loud
+
+
 def test_the_error_is_that_of_what_was_written_and_matches_the_energy(fleet, tmp_path):
     for outcome in compress(fleet, tmp_path / "out", QUARTER, BASE):
         original = deltas(load_adapter(outcome.survey.folder, BASE))
