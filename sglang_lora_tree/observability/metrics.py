@@ -21,6 +21,28 @@ PREFIX = "sglang:lora_tree_"
 MAX_ADAPTER_LABELS = 200
 """Adapters that have a series of their own, and names in one label of ``vllm:lora_requests_info``, at most."""
 TIER_VALUES = {"gpu": 2, "loading": 1, "host": 1, "disk": 0}
+PLAN_COUNTERS = {
+    "applied": ("plans", "Plans of the advisor that took effect."),
+    "near_low_lora": ("plans_near_low_lora", "Of these, those that found adapters on the GPU within 5 % of Low_lora."),
+    "fallbacks": ("plan_fallbacks", "How often plans stopped coming, so that the queue went as it came and leaves by LRU."),
+    "deaths": ("advisor_deaths", "Advisor processes that ended; another one starts."),
+    "garbage": ("advisor_garbage", "Messages to the scheduler that were no plan."),
+    "reports": ("advisor_reports", "Reports sent to the advisor."),
+    "dropped_reports": ("advisor_dropped_reports", "Reports not sent because the advisor was slow or gone."),
+    "reads_ahead": ("reads_ahead", "Adapters read from disk before a pass looked at a request for them."),
+    "swap_ins_ahead": ("swap_ins_ahead", "Adapters copied to the GPU likewise."),
+    "proactive_swap_ins": ("proactive_swap_ins", "Nodes copied to the GPU for their Eval, while there was room."),
+    "used": ("swap_ins_ahead_used", "Of all nodes copied ahead, those that a request used within the grace time."),
+    "thrash": ("swap_ins_ahead_thrash", "Of all nodes copied ahead, those that were swapped out unused within the grace time."),
+    "candidates_found": ("plan_candidates", "Requests that a pass looked at because a plan named them."),
+    "refused": ("refused_late", "Requests refused because their first token would have come too late."),
+}
+"""What a plan's summary calls it -> name and meaning of the series."""
+PLAN_GAUGES = {
+    "is_fallback": ("fallback", "1 while no plans come."),
+    "low_lora": ("low_lora", "Adapters that a batch is expected to need (ELORA, Eq. 3)."),
+    "hit_probability": ("hit_probability", "Share of requests whose adapters are on the GPU, by how often they are asked for."),
+}
 SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -103,6 +125,8 @@ class TreeMetrics:
         self.failed_disk_reads = counter("failed_disk_reads_total", "Adapters whose files could not be read any more.")
         self.disk_read_bytes = counter("disk_read_bytes_total", "Bytes of tensors read from adapters' folders.")
         self.disk_read_seconds = counter("disk_read_seconds_total", "Time spent reading adapters, summed over threads.")
+        self.plan_counters = {name: counter(f"{label}_total", text) for name, (label, text) in PLAN_COUNTERS.items()}
+        self.plan_gauges = {name: gauge(label, text) for name, (label, text) in PLAN_GAUGES.items()}
         self.cold_start = Histogram(
             PREFIX + "cold_start_seconds",
             "From a request's first look at an absent adapter to its admission.",
@@ -111,7 +135,14 @@ class TreeMetrics:
         ).labels(**self._labels)
         residency.on_cold_start = self.cold_start.observe
 
-    def publish(self, tokens: PromptTokens, max_loras: int, running_names: Iterable[str], waiting_names: Iterable[str]) -> None:
+    def publish(
+        self,
+        tokens: PromptTokens,
+        max_loras: int,
+        running_names: Iterable[str],
+        waiting_names: Iterable[str],
+        plans: Mapping[str, Any] | None = None,
+    ) -> None:
         """Bring every series up to date.
 
         Args:
@@ -119,6 +150,7 @@ class TreeMetrics:
             max_loras: adapters that one batch may hold.
             running_names: adapters of running requests, members of mixes each by itself.
             waiting_names: of waiting requests.
+            plans: how the advisor's plans are doing (``scheduling.plan_hooks.Plans.summary``).
         """
         residency = self._residency
         counters, slot_bytes = residency.counters, int(residency.cache.host_pool.size_per_token)
@@ -143,6 +175,10 @@ class TreeMetrics:
         self._advance(self.failed_disk_reads, counters.failed_reads)
         self._advance(self.disk_read_bytes, counters.read_bytes)
         self._advance(self.disk_read_seconds, counters.read_seconds)
+        for name, advanced in self.plan_counters.items():
+            self._advance(advanced, (plans or {}).get(name, 0))
+        for name, shown in self.plan_gauges.items():
+            shown.labels(**self._labels).set(float((plans or {}).get(name) or 0))
         if self._changing is not None:
             self._changing.write(self._series(max_loras, running_names, waiting_names))
 

@@ -56,6 +56,8 @@ def add_snapshot(result: Any, scheduler: Any, recv_req: Any = None, *args: Any, 
         REPORT.audit = InvalidKvAudit(residency.core)
     tree = take_summary(residency, REPORT.audit)
     tree["counters"].update(dataclasses.asdict(REPORT.tokens))
+    if STATE.plans is not None:
+        tree["plans"] = STATE.plans.summary()
     if getattr(recv_req, "rid", None) == NODES_WANTED:
         tree.update(list_nodes(residency, STATE.manager.resolver.weights_of))
     result.internal_state["lora_tree"] = tree
@@ -89,6 +91,7 @@ def publish_metrics(plan: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Non
             scheduler.max_loras_per_batch,
             _names(req.lora_id for req in running if not req.finished()),
             _names(req.lora_id for req in scheduler.waiting_queue),
+            {} if STATE.plans is None else STATE.plans.summary(),
         )
     except Exception:  # whatever is wrong with a report (a full disk, a label), it must not stop the server
         logger.exception("the metrics of --lora-tree stop here")

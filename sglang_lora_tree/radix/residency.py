@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -214,6 +214,16 @@ class Residency:
         if not lora_node.is_resident:
             return "host"
         return "gpu" if self.cache.is_loaded(lora_node) else "loading"
+
+    @property
+    def resident(self) -> Container[str]:
+        """Identities of adapters on the GPU, or on their way there."""
+        return self._indices
+
+    @property
+    def num_resident(self) -> int:
+        """Adapters on the GPU."""
+        return len(self._indices)
 
     @property
     def slots_being_read(self) -> int:

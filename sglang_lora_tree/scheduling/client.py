@@ -6,7 +6,6 @@ waited for, and processes are started, watched and killed by a thread that sleep
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
@@ -95,9 +94,9 @@ class AdvisorClient:
     def receive(self) -> Plan | None:
         """The newest plan that has come; never waits."""
         messages: list[bytes] = []
-        with contextlib.suppress(zmq.Again):
-            while len(messages) < _RECEIVE:
-                messages.append(self._plans.recv(zmq.NOBLOCK))
+        # Asking costs a tenth of the exception that an empty socket raises.
+        while len(messages) < _RECEIVE and int(self._plans.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            messages.append(self._plans.recv(zmq.NOBLOCK))
         plan = None
         while messages and plan is None:
             plan = self._take(messages.pop())

@@ -8,24 +8,32 @@ mix's members count once each.
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Sequence
 
 from sglang_lora_tree.scheduling.orders import Situation, Waiting
 
 
 class Lag:
-    """The greedy order of the whole list, in O(n log n): requests with the same adapters move together."""
+    """The greedy order, in O(n log n): requests with the same adapters move together.
+
+    Args:
+        steps: adapters to bring in that are chosen one by one; a pass waits for no more. The rest stays as it is given.
+    """
+
+    def __init__(self, steps: int = sys.maxsize) -> None:
+        self._steps = steps
 
     def arrange(self, waiting: Sequence[Waiting], situation: Situation) -> list[int]:
         groups: dict[tuple[str, ...], list[int]] = {}
         for position, request in enumerate(waiting):
             groups.setdefault(request.members, []).append(position)
-        running, is_resident = situation.running, situation.is_resident
+        running, resident = situation.running, situation.resident
         arranged: list[int] = []
         missing: dict[tuple[str, ...], int] = {}
         wanted_by: dict[str, list[tuple[str, ...]]] = {}
         for members, positions in groups.items():
-            absent = [member for member in members if member not in running and not is_resident(member)]
+            absent = [member for member in members if member not in running and member not in resident]
             if not absent:
                 arranged += positions
                 continue
@@ -36,10 +44,12 @@ class Lag:
         # Entries are never corrected, only joined by better ones: the best of a group comes up first.
         heap = [(count, groups[members][0], members) for members, count in missing.items()]
         heapq.heapify(heap)
-        while heap:
+        steps = self._steps
+        while heap and steps:
             count, first, members = heapq.heappop(heap)
             if missing.get(members) != count:
                 continue
+            steps -= 1
             arranged.append(first)
             covered = []
             for member in members:
@@ -52,4 +62,4 @@ class Lag:
                         covered += groups[other]
             covered.remove(first)
             arranged += sorted(covered)
-        return arranged
+        return arranged + sorted(position for members in missing for position in groups[members])

@@ -148,9 +148,13 @@ class Mirror:
         place = self.identities.get(identity)
         return place is not None and bool(self.on_gpu[place])
 
+    def resident(self) -> set[str]:
+        """Identities of adapters on the GPU."""
+        return {identity for identity, place in self.identities.items() if self.on_gpu[place]}
+
     def waiting(self) -> list[Waiting]:
         """The queue by arrival."""
-        return [Waiting(row.arrival, row.arrived_at, row.members) for _, row in sorted(self.queue.items())]
+        return [Waiting(row.arrival, row.arrived_at, row.members, row.length) for _, row in sorted(self.queue.items())]
 
     @property
     def resident_adapters(self) -> int:

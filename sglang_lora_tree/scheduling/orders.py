@@ -8,11 +8,15 @@ down the queue and admits what fits.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from sglang_lora_tree.config import QUEUE_ORDERS, Settings
+
+MAX_WAITS = 8
+"""After so many requests that wait for adapters, a pass looks only at those whose adapters are there: what the others need
+cannot come sooner, and prefetch fetches it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +41,8 @@ class Situation:
     """Of the clock that the ranks share, in seconds."""
     running: frozenset[str]
     """Adapters of the running batch."""
-    is_resident: Callable[[str], bool]
-    """Whether an adapter is on the GPU, or on its way there."""
+    resident: Container[str]
+    """Adapters on the GPU, or on their way there."""
 
 
 class QueueOrder(Protocol):
@@ -133,7 +137,7 @@ class OverdueFirst:
         overdue.sort(key=lambda position: waiting[position].arrival)
         chosen = situation.running.union(*(waiting[position].members for position in overdue))
         positions = [position for position, request in enumerate(waiting) if request.arrived_at > latest]
-        others = Situation(situation.now, chosen, situation.is_resident)
+        others = Situation(situation.now, chosen, situation.resident)
         arranged = self._order.arrange([waiting[position] for position in positions], others)
         return overdue + [positions[position] for position in arranged]
 
@@ -144,7 +148,7 @@ def make_order(settings: Settings) -> QueueOrder:
     from sglang_lora_tree.scheduling.lag import Lag
 
     orders: dict[str, Callable[[], QueueOrder]] = {
-        "lag": lambda: OverdueFirst(Lag(), settings.theta_seconds),
+        "lag": lambda: OverdueFirst(Lag(MAX_WAITS), settings.theta_seconds),
         "fcfs": Fcfs,
         "lcfs": Lcfs,
         "least_adapters": lambda: OverdueFirst(LeastAdaptersFirst(), settings.theta_seconds),

@@ -14,6 +14,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
@@ -33,6 +34,17 @@ logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_STEPS = 0.05
 """The clock goes on at least so often; with every request anyway."""
+
+
+@dataclass
+class PlanCounters:
+    """What happened since start; read by ``observability``."""
+
+    applied: int = 0
+    near_low_lora: int = 0
+    """Of these plans, those that found the number of adapters on the GPU within 5 % of Low_lora, or one of it."""
+    fallbacks: int = 0
+    """How often plans stopped coming."""
 
 
 class Plans:
@@ -60,7 +72,7 @@ class Plans:
         self.last: Plan | None = None
         """The plan that rules; None: none does."""
         self.is_fallback = False
-        self.fallbacks = 0
+        self.counters = PlanCounters()
         self._residency = residency
         self._queue = queue
         self._origin = time.monotonic()
@@ -84,16 +96,38 @@ class Plans:
             self._change_mode(step.is_fallback)
         if step.plan is not None:
             self.last = step.plan
+            self._count(step.plan)
             core.set_eval_parameters(dataclasses.replace(step.plan.parameters, now=step.now))
             queue.want(step.plan.candidates)
             self.swapper.follow(step.plan)
+
+    def _count(self, plan: Plan) -> None:
+        low_lora, resident = plan.parameters.low_lora, self._residency.num_resident
+        self.counters.applied += 1
+        self.counters.near_low_lora += abs(resident - low_lora) <= max(0.05 * low_lora, 1.0)
+
+    def summary(self) -> dict[str, Any]:
+        """For people: how plans are doing, and what they led to."""
+        client = self.client
+        return {
+            "is_fallback": self.is_fallback,
+            "low_lora": None if self.last is None else self.last.parameters.low_lora,
+            "hit_probability": None if self.last is None else self.last.hit_probability,
+            "resident_adapters": self._residency.num_resident,
+            "candidates_found": self._queue.candidates_found,
+            "refused": 0 if self._queue.control is None else self._queue.control.refused,
+            "pid": None if client is None else client.pid,
+            **dataclasses.asdict(self.counters),
+            **dataclasses.asdict(self.swapper.counters),
+            **({} if client is None else dataclasses.asdict(client.counters)),
+        }
 
     def _change_mode(self, is_fallback: bool) -> None:
         self.is_fallback = self._queue.is_fallback = is_fallback
         if not is_fallback:
             logger.info("plans come: the queue is ordered and leaves leave by them")
             return
-        self.fallbacks += 1
+        self.counters.fallbacks += 1
         logger.warning("no plans come: requests go as they came, and leaves leave least recently used first")
         self.last = None
         self._residency.core.set_eval_parameters(None)

@@ -70,7 +70,7 @@ class Planner:
     def _look_at_queue(self, mirror: Mirror) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Candidates beyond the oldest requests, and the absent adapters of all in the order of admission."""
         waiting = mirror.waiting()
-        situation = Situation(mirror.now, frozenset(), mirror.is_resident)
+        situation = Situation(mirror.now, frozenset(), mirror.resident())
         order = self._order.arrange(waiting, situation)
         candidates: tuple[int, ...] = ()
         if len(waiting) > WINDOW:

@@ -42,15 +42,13 @@ def order_queue(
     if queue is None or residency is None:
         original(policy, waiting_queue, running_batch, *args, **kwargs)
         return
-    waiting_queue.sort(key=arrival_of)  # the pass before has left it in another order
+    if not STATE.is_split:
+        waiting_queue.sort(key=arrival_of)  # the pass before has left it in another order
     if not STATE.is_split or policy.policy is CacheAgnosticPolicy.FCFS:
         original(policy, waiting_queue, running_batch, *args, **kwargs)
-    running = () if running_batch is None else running_batch.reqs
-    situation = Situation(
-        queue.now,
-        frozenset(member for lora_id in {req.lora_id for req in running} for member in members_of(lora_id)),
-        residency.core.is_resident,
-    )
+    running = [] if running_batch is None else running_batch.reqs
+    members = frozenset[str]().union(*[req.lora_tree_ticket.waiting.members for req in running])
+    situation = Situation(queue.now, members, residency.resident)
     if policy.enable_priority_scheduling:
         # A request of higher priority never waits for one of lower: the order rules among equals.
         ordered: list[Req] = []

@@ -34,16 +34,13 @@ from sglang_lora_tree.composite.request_hooks import UNLOAD_FOR_GOOD
 from sglang_lora_tree.config import current_settings
 from sglang_lora_tree.radix.identity import BASE_IDENTITY, namespace_key
 from sglang_lora_tree.radix.residency import Demand, Residency, Verdict
+from sglang_lora_tree.scheduling.orders import MAX_WAITS
 from sglang_lora_tree.scheduling.waiting_queue import WINDOW, WaitingQueue, make_queue
 
 if TYPE_CHECKING:
     from sglang_lora_tree.scheduling.plan_hooks import Plans
 
 logger = logging.getLogger(__name__)
-
-MAX_WAITS = 16
-"""After so many requests of a pass that wait for adapters, the pass looks only at those whose adapters are there: what the
-others need cannot come sooner, and prefetch fetches it."""
 
 
 class SchedulerState:
@@ -61,6 +58,10 @@ class SchedulerState:
         """The pass under way sees the window of the queue only."""
         self.is_ordered = False
         """The pass under way has ordered the queue."""
+        self.running_members: set[str] = set()
+        """Adapters of the running batch and of what the pass under way has admitted..."""
+        self.num_running_loras = -1
+        """... as of when SGLang's set of ``lora_id`` had this size."""
         self.num_waits = 0
         """Requests that this pass has found waiting for adapters."""
         self.ready: list[Req] = []
@@ -241,7 +242,7 @@ def _walk_queue(original: Callable[..., Any], scheduler: Any, *args: Any, **kwar
     queue = STATE.queue
     rest: list[Req] = []
     assert queue is not None
-    STATE.is_ordered, STATE.num_waits = False, 0
+    STATE.is_ordered, STATE.num_waits, STATE.num_running_loras = False, 0, -1
     STATE.is_split = may_split(scheduler.policy, scheduler.waiting_queue)
     if STATE.is_split:
         scheduler.waiting_queue, rest = queue.split(scheduler.waiting_queue)
@@ -292,12 +293,15 @@ def can_schedule(original: Callable[..., bool], scheduler: Any, req: Req, runnin
 def _too_many_adapters(scheduler: Any, demand: Demand, running_loras: set[str | None]) -> bool:
     """--max-loras-per-batch counts different adapters, members of mixes included; a request alone always may run."""
     assert STATE.manager is not None
-    running = {member for lora_id in running_loras for member in members_of(lora_id)}
+    if len(running_loras) != STATE.num_running_loras:  # it only grows while a pass lasts
+        STATE.num_running_loras = len(running_loras)
+        STATE.running_members = {member for lora_id in running_loras for member in members_of(lora_id)}
+    running = STATE.running_members
     settings = STATE.manager.settings
     limit = scheduler.max_loras_per_batch
     if settings.queue_order == "clusters":
         limit = min(limit, settings.cluster_adapters)
-    return bool(running) and len(running | set(demand.members)) > limit
+    return bool(running) and len(running) + len(set(demand.members) - running) > limit
 
 
 def _abort_failed(scheduler: Any) -> None:

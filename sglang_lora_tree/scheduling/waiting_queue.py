@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol, TypeVar
 
 from sglang_lora_tree.config import Settings
@@ -17,8 +18,8 @@ from sglang_lora_tree.scheduling.admission import AdmissionControl, LatestFirst
 from sglang_lora_tree.scheduling.fairness import FairOrder
 from sglang_lora_tree.scheduling.orders import QueueOrder, Situation, Waiting, make_order
 
-WINDOW = 128
-"""Requests that one pass looks at; as many as SGLang matches prefixes for (``WAITING_QUEUE_PREFIX_MATCH_MAX``)."""
+WINDOW = 64
+"""Requests of a long queue that one pass looks at; of 128 tokens each, they fill a prefill chunk of 8,192."""
 
 
 @dataclass(slots=True)
@@ -40,8 +41,8 @@ class Ticketed(Protocol):
 Request = TypeVar("Request", bound=Ticketed)
 
 
-def arrival_of(request: Ticketed) -> int:
-    return request.lora_tree_ticket.waiting.arrival
+arrival_of: Callable[[Ticketed], int] = attrgetter("lora_tree_ticket.waiting.arrival")
+"""A request's number."""
 
 
 class WaitingQueue:
@@ -57,6 +58,8 @@ class WaitingQueue:
     def __init__(self, order: QueueOrder) -> None:
         self.now = 0.0
         """Seconds of the entry rank's clock, as of its last message to all ranks."""
+        self.candidates_found = 0
+        """Requests that a pass looked at because a plan named them."""
         self.is_fallback = False
         """No plan rules: requests go as they came."""
         self.order = order
@@ -114,6 +117,7 @@ class WaitingQueue:
                 request, oldest = rest[oldest], oldest + 1
             else:
                 request = rest.pop(place)
+                self.candidates_found += 1
             request.lora_tree_ticket.in_window = True
             window.append(request)
         del rest[:oldest]

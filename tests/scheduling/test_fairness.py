@@ -12,7 +12,7 @@ from sglang_lora_tree.scheduling.fairness import OUTPUT_PRICE, FairOrder
 from sglang_lora_tree.scheduling.lag import Lag
 from sglang_lora_tree.scheduling.orders import Fcfs, Situation, Waiting, make_order
 
-SEEN = Situation(0.0, frozenset(), lambda identity: False)
+SEEN = Situation(0.0, frozenset(), frozenset())
 
 
 def queue(names: str, length: int = 10, first: int = 0) -> list[Waiting]:
@@ -54,7 +54,7 @@ def test_a_pause_is_not_saved_up() -> None:
 
 def test_equal_counters_go_by_the_order() -> None:
     order = FairOrder(Lag())
-    there = Situation(0.0, frozenset("b"), lambda identity: False)
+    there = Situation(0.0, frozenset("b"), frozenset())
     assert order.arrange(queue("ab"), there) == [1, 0]
 
 

@@ -22,12 +22,12 @@ def queue(*members: str, came: Iterable[float] = ()) -> list[Waiting]:
 
 
 def situation(running: str = "", resident: str = "", now: float = 0.0) -> Situation:
-    return Situation(now, frozenset(running), lambda identity: identity in resident)
+    return Situation(now, frozenset(running), frozenset(resident))
 
 
 def arrange_by_definition(waiting: Sequence[Waiting], seen: Situation) -> list[int]:
     """Algorithm 1, word for word: again and again the request that adds the fewest adapters, the first of equals."""
-    chosen = {name for name in ADAPTERS if name in seen.running or seen.is_resident(name)}
+    chosen = {name for name in ADAPTERS if name in seen.running or name in seen.resident}
     left, arranged = list(range(len(waiting))), []
     while left:
         best = min(left, key=lambda position: (len(set(waiting[position].members) - chosen), position))

@@ -77,7 +77,7 @@ def test_nobody_is_lost_and_everybody_is_served(data: st.DataObject) -> None:
             requests.append(request)
         before = sorted(numbers(requests))
         if data.draw(st.booleans()):
-            requests = queue.arrange(requests, Situation(0.0, frozenset(), lambda _: False))
+            requests = queue.arrange(requests, Situation(0.0, frozenset(), frozenset()))
             requests.reverse()
             queue.note_unsplit()
         window, rest = queue.split(requests)

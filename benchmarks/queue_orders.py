@@ -1,0 +1,321 @@
+"""Orders of the waiting queue on a simulated server: time to the first token over theta, rate, burstiness and cluster size.
+
+What is real: the orders, the window over a long queue, admission control and fairness, as the server runs them. What is not:
+the model and the memory. Adapters are all of one size and leave least recently used first; copies and steps take what
+``workloads.json`` says was measured on an H200. History KV plays no part here (benchmarks/policies.py has it).
+
+Run: ``python -m benchmarks.queue_orders`` (about three minutes of one core). Writes results/queue_sim.json and docs/lag.png.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import results
+from sglang_lora_tree.config import Settings
+from sglang_lora_tree.scheduling.orders import Situation
+from sglang_lora_tree.scheduling.waiting_queue import WINDOW, Ticket, make_queue
+
+ROOT = Path(__file__).resolve().parents[1]
+COSTS = json.loads((ROOT / "benchmarks" / "workloads.json").read_text())["costs"]
+ADAPTER_BYTES = 640 * 131_072
+NUM_ADAPTERS, NUM_ON_GPU, NUM_ON_HOST = 200, 32, 100
+PROMPT, OUTPUT = 512, 64
+"""Mean tokens; both are drawn from geometric distributions."""
+CHUNK = 8192
+"""Prompt tokens of one prefill batch."""
+NUM_REQUESTS = 3000
+SEEDS = (0, 1, 2)
+OFF = 1e9
+"""A theta that nobody reaches."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One request of the trace."""
+
+    arrived_at: float
+    members: tuple[str, ...]
+    prompt: int
+    left: int
+    """Output tokens to come."""
+    lora_tree_ticket: Ticket = field(init=False)
+
+
+@dataclass
+class Outcome:
+    """What one run measured."""
+
+    ttft: list[float] = field(default_factory=list)
+    refused: int = 0
+    loads: int = 0
+    batch: list[int] = field(default_factory=list)
+    """Different adapters in the running batch, each step."""
+    seconds: float = 0.0
+
+    def percentile(self, share: float) -> float:
+        return float(np.percentile(self.ttft, share))
+
+
+def make_trace(rate: float, cv: float, seed: int, skew: float = 1.0, count: int = NUM_REQUESTS) -> list[Request]:
+    """Gamma arrivals of a coefficient of variation, adapters by Zipf's law, one request in five a mix of two."""
+    draw, arrays = random.Random(seed), np.random.default_rng(seed)
+    gaps = arrays.gamma(1 / cv**2, cv**2 / rate, count)
+    weights = [1 / (rank + 1) ** skew for rank in range(NUM_ADAPTERS)]
+    trace, now = [], 0.0
+    for gap in gaps:
+        now += float(gap)
+        members = draw.choices(range(NUM_ADAPTERS), weights, k=2 if draw.random() < 0.2 else 1)
+        prompt, output = (1 + int(draw.expovariate(1 / mean)) for mean in (PROMPT, OUTPUT))
+        trace.append(Request(now, tuple(dict.fromkeys(f"a{member}" for member in members)), min(prompt, CHUNK), output))
+    return trace
+
+
+class Tier:
+    """Adapters on the GPU, and those with a copy in host memory; the rest is on disk."""
+
+    def __init__(self) -> None:
+        self.gpu: OrderedDict[str, None] = OrderedDict()
+        self.host: OrderedDict[str, None] = OrderedDict()
+        self.arriving: dict[str, float] = {}
+        """Adapter -> when its copy is done; it has its place on the GPU already."""
+        self.link_free = 0.0
+        self.loads = 0
+        self.disk_free = [0.0] * COSTS["disk_readers"]
+
+    def bring(self, name: str, now: float, locked: set[str]) -> None:
+        """Start to bring an adapter in, unless everything on the GPU is in use."""
+        if len(self.gpu) >= NUM_ON_GPU:
+            victim = next((other for other in self.gpu if other not in locked and other not in self.arriving), None)
+            if victim is None:
+                return
+            del self.gpu[victim]
+        start = now
+        if name not in self.host:
+            reader = min(range(len(self.disk_free)), key=self.disk_free.__getitem__)
+            start = self.disk_free[reader] = max(self.disk_free[reader], now) + ADAPTER_BYTES / COSTS["disk_bytes_per_s"]
+            self.host[name] = None
+            while len(self.host) > NUM_ON_HOST:
+                self.host.popitem(last=False)
+        self.host.move_to_end(name)
+        done = self.link_free = max(self.link_free, start) + ADAPTER_BYTES / COSTS["host_to_device_bytes_per_s"]
+        self.gpu[name] = None
+        self.arriving[name] = done
+        self.loads += 1
+
+    def advance(self, now: float) -> None:
+        self.arriving = {name: done for name, done in self.arriving.items() if done > now}
+
+
+def simulate(trace: Iterable[Request], settings: Settings, per_batch: int = 256) -> Outcome:
+    """Serve a trace; the loop is SGLang's: prompts first while there is room, then a step of everybody."""
+    queue, tier, outcome = make_queue(settings), Tier(), Outcome()
+    coming = [dataclasses.replace(request) for request in trace]
+    coming.reverse()
+    waiting: list[Request] = []
+    running: list[Request] = []
+    now = 0.0
+    while coming or waiting or running:
+        if not waiting and not running:
+            now = max(now, coming[-1].arrived_at)
+        queue.now = now
+        while coming and coming[-1].arrived_at <= now:
+            request = coming.pop()
+            request.lora_tree_ticket = queue.take_ticket(request.members, request.prompt)
+            waiting_row = dataclasses.replace(request.lora_tree_ticket.waiting, arrived_at=request.arrived_at)
+            request.lora_tree_ticket.waiting = waiting_row
+            queue.note_queued(request)
+            waiting.append(request)
+        if queue.control is not None:
+            waiting = _refuse(queue, waiting, outcome, now)
+        tier.advance(now)
+        admitted: list[Request] = []
+        if waiting and len(running) < COSTS["max_running"]:
+            waiting, admitted = _admit(queue, tier, waiting, running, now, settings, per_batch)
+        if admitted:
+            tokens = sum(request.prompt for request in admitted)
+            if queue.control is not None:
+                queue.control.note_started(len(admitted), tokens, now, not waiting)
+            now += COSTS["decode_step_s"] + tokens / COSTS["prefill_tokens_per_s"]
+            outcome.ttft += [now - request.arrived_at for request in admitted]
+            running += admitted
+        elif running:
+            now += COSTS["decode_step_s"]
+            for request in running:
+                request.left -= 1
+                if queue.fair is not None:
+                    queue.fair.charge(request.members, 0, 1)
+            running = [request for request in running if request.left > 0]
+        elif waiting:
+            now = min([*tier.arriving.values(), now + COSTS["decode_step_s"]])
+        outcome.batch.append(len({member for request in running for member in request.members}))
+    outcome.seconds = now
+    outcome.loads = tier.loads
+    return outcome
+
+
+def _refuse(queue: Any, waiting: list[Request], outcome: Outcome, now: float) -> list[Request]:
+    before, kept = 0, []
+    for request in waiting:
+        row = request.lora_tree_ticket.waiting
+        if queue.control.retry_after(0 if queue.control.is_overloaded else before, row, now) is None:
+            before += row.length
+            kept.append(request)
+        else:
+            outcome.refused += 1
+    return kept
+
+
+def _admit(
+    queue: Any,
+    tier: Tier,
+    waiting: list[Request],
+    running: list[Request],
+    now: float,
+    settings: Settings,
+    per_batch: int,
+) -> tuple[list[Request], list[Request]]:
+    """One pass over the queue."""
+    is_split = len(waiting) > WINDOW
+    window, rest = queue.split(waiting) if is_split else (sorted(waiting, key=lambda r: r.lora_tree_ticket.waiting.arrival), [])
+    in_use = {member for request in running for member in request.members}
+    window = queue.arrange(window, Situation(now, frozenset(in_use), tier.gpu))
+    limit = min(per_batch, settings.cluster_adapters) if settings.queue_order == "clusters" else per_batch
+    admitted: list[Request] = []
+    tokens = 0
+    held = set(in_use)
+    for request in window:
+        if len(running) + len(admitted) >= COSTS["max_running"] or (admitted and tokens + request.prompt > CHUNK):
+            break
+        if in_use and len(in_use.union(request.members)) > limit:
+            continue
+        held.update(request.members)
+        for name in request.members:
+            if name not in tier.gpu:
+                tier.bring(name, now, held)
+        if all(name in tier.gpu and name not in tier.arriving for name in request.members):
+            admitted.append(request)
+            in_use.update(request.members)
+            tokens += request.prompt
+            for name in request.members:
+                tier.gpu.move_to_end(name)
+    chosen = {id(request) for request in admitted}
+    if queue.fair is not None:
+        for request in admitted:
+            queue.fair.charge(request.members, request.prompt)
+    left = [request for request in window if id(request) not in chosen]
+    if is_split:
+        return queue.join(left, rest), admitted
+    queue.note_unsplit()
+    return left, admitted
+
+
+# ---- What is measured ----
+
+THETAS = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, OFF)
+
+
+def run_all(traces: list[list[Request]], **settings: Any) -> dict[str, float]:
+    """Means over traces."""
+    chosen, rows = Settings(**settings), []
+    for trace in traces:
+        outcome = simulate(trace, chosen)
+        slo = sum(value <= 1.0 for value in outcome.ttft) / len(trace)
+        rows.append(
+            {
+                "p50": outcome.percentile(50),
+                "p99": outcome.percentile(99),
+                "max": max(outcome.ttft),
+                "mean": float(np.mean(outcome.ttft)),
+                "loads": outcome.loads / len(trace),
+                "slo": slo,
+                "refused": outcome.refused / len(trace),
+                "adapters": float(np.mean(outcome.batch)),
+                "throughput": (len(trace) - outcome.refused) / outcome.seconds,
+            }
+        )
+    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+
+
+def find_capacity() -> float:
+    """Requests a second when everything waits from the start, first come first served."""
+    trace = [dataclasses.replace(request, arrived_at=0.0) for request in make_trace(100.0, 1.0, 0)]
+    return NUM_REQUESTS / simulate(trace, Settings(queue_order="fcfs")).seconds
+
+
+def main() -> None:
+    capacity = find_capacity()
+    print(f"capacity {capacity:.1f} requests/s")
+    records = [results.record("capacity", capacity, "1/s", note="first come first served, all at once")]
+    tables: dict[str, Any] = {"capacity": capacity}
+
+    def traces(load: float, cv: float = 1.0) -> list[list[Request]]:
+        return [make_trace(load * capacity, cv, seed) for seed in SEEDS]
+
+    def keep(name: str, row: dict[str, float], note: str) -> None:
+        tables[name] = row
+        print(name, {key: round(value, 3) for key, value in row.items()})
+        for share in ("p50", "p99"):
+            records.append(results.record(f"{name}/ttft_{share}_s", row[share], "s", note=note))
+
+    for load in (0.8, 0.95, 1.1):
+        loads = traces(load, 2.0)
+        for order in ("fcfs", "lcfs", "least_adapters", "random", "clusters"):
+            keep(f"order/{order}/load{load}", run_all(loads, queue_order=order, theta_seconds=OFF), "theta off")
+        for theta in THETAS:
+            label = "off" if theta == OFF else f"{theta:g}"
+            keep(f"lag/theta{label}/load{load}", run_all(loads, queue_order="lag", theta_seconds=theta), "gamma arrivals, cv 2")
+    for load, cv in ((0.8, 1.0), (0.95, 1.0), (1.1, 1.0), (1.3, 1.0), (0.9, 4.0), (0.9, 8.0)):
+        loads = traces(load, cv)
+        for name, chosen in (
+            ("fcfs", {"queue_order": "fcfs"}),
+            ("lcfs", {"queue_order": "lcfs"}),
+            ("abort", {"queue_order": "fcfs", "ttft_slo_seconds": 1.0}),
+        ):
+            row = run_all(loads, **chosen)
+            tables[f"slo/{name}/load{load}/cv{cv:g}"] = row
+            note = f"share of all requests with a first token within 1 s; {row['refused']:.3f} refused"
+            records.append(results.record(f"slo/{name}/load{load}/cv{cv:g}", row["slo"], "", note=note))
+            print(name, load, cv, {key: round(value, 3) for key, value in row.items()})
+    for limit in (1, 2, 4, 8, 16, 32):
+        row = run_all(traces(0.8, 2.0), queue_order="clusters", cluster_adapters=limit, theta_seconds=0.5)
+        keep(f"clusters/{limit}/load0.8", row, "adapters in one batch at most")
+    print(results.write("queue", "sim", records))
+    plot(tables)
+
+
+def plot(tables: dict[str, Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6), sharey=True)
+    positions = range(len(THETAS))
+    labels = ["off" if theta == OFF else f"{theta:g}" for theta in THETAS]
+    for axis, load in zip(axes, (0.8, 0.95, 1.1), strict=True):
+        for share, colour in (("p50", "tab:blue"), ("p99", "tab:red")):
+            values = [tables[f"lag/theta{label}/load{load}"][share] for label in labels]
+            axis.plot(positions, values, "o-", color=colour, label=f"LAG, {share}")
+            axis.axhline(tables[f"order/fcfs/load{load}"][share], color=colour, linestyle=":", label=f"fcfs, {share}")
+        axis.set_xticks(positions, labels)
+        axis.set_yscale("log")
+        axis.set_title(f"{load:g} of capacity")
+        axis.set_xlabel("theta (s)")
+    axes[0].set_ylabel("time to the first token (s)")
+    axes[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(ROOT / "docs" / "lag.png", dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""The advisor killed, stopped and fed with garbage under load: answers stay PEFT's, nobody fails, and plans come back."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import requests
+import torch
+import zmq
+from models import ALL_LINEAR, make_adapters, make_llama
+from safetensors.torch import load_file, save_file
+
+from .conftest import TINY, Live, on
+from .judge import Judge, Mix, random_prompts
+from .server import Answer, Server, generate_body, wait_until
+
+PATIENCE = 120.0
+GARBAGE = (b"", b"\xff\x00\xfe", b"{}", b'{"version":1,"kind":"plan"}', b"[" * 10_000)
+
+
+def plans(server: Server) -> dict[str, Any]:
+    return server.tree()["plans"]
+
+
+def until_plans_come(server: Server, after: int = 0) -> dict[str, Any]:
+    """Wait for an advisor whose plans take effect, later than ``after`` plans. The loop sleeps while it is idle: wake it."""
+
+    def come() -> bool:
+        state = plans(server)
+        return not state["is_fallback"] and state["applied"] > after and psutil.pid_exists(state["pid"])
+
+    wait_until(come, PATIENCE, "no plans come")
+    return plans(server)
+
+
+def kill(server: Server, kind: int = signal.SIGKILL) -> None:
+    pid = plans(server)["pid"]
+    if pid is not None and psutil.pid_exists(pid):
+        os.kill(pid, kind)
+
+
+def send_garbage(server: Server) -> None:
+    """Onto the socket that plans come from."""
+    command = psutil.Process(plans(server)["pid"]).cmdline()
+    context = zmq.Context()
+    try:
+        socket = context.socket(zmq.PUSH)
+        socket.connect(command[command.index("--plans") + 1])
+        for _ in range(20):
+            for data in GARBAGE:
+                socket.send(data)
+        time.sleep(0.2)
+    finally:
+        context.destroy(linger=1000)
+
+
+@on("small")
+def test_killed_stopped_and_fed_with_garbage_under_load(live: Live, others: dict[str, Path]) -> None:
+    server, draw = live.server, random.Random(41)
+    for name in list(TINY)[:8]:
+        assert server.load(name, others[name]).status_code == 200
+    names = [*live.adapters, *list(TINY)[:8]]
+    mixes: list[Mix | None] = [{name: 1.0} for name in names]
+    mixes += [None, {names[0]: 0.5, names[-1]: 0.5}, {names[1]: 2.0, names[2]: -0.25}]
+    prompts = random_prompts(72, 12, live.vocab, seed=42)
+    cases = [(prompt, draw.choice(mixes)) for prompt in prompts]
+
+    def ask(case: tuple[list[int], Mix | None]) -> Answer:
+        return server.generate([case[0]], 6, [case[1]])[0]
+
+    before = until_plans_come(server)
+    with ThreadPoolExecutor(24) as pool:
+        futures = [pool.submit(ask, case) for case in cases]
+        for kind in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
+            time.sleep(draw.uniform(0.2, 1.5))
+            send_garbage(server)
+            kill(server, kind)
+            until_plans_come(server, plans(server)["applied"])
+        answers = [future.result() for future in futures]
+    live.judge.check_all(cases, answers, 6)
+    after = until_plans_come(server)
+    assert after["deaths"] >= before["deaths"] + 3 and after["wedged"] > before["wedged"]
+    assert after["garbage"] > before["garbage"] and after["fallbacks"] > before["fallbacks"]
+    for name in list(TINY)[:8]:
+        assert server.unload(name).status_code == 200
+    server.check_at_rest()
+
+
+@on("small", "tp2")
+def test_plans_take_effect_and_say_how(live: Live) -> None:
+    """On two ranks, too, which compare their trees at every pass."""
+    state = until_plans_come(live.server)
+    prompts = random_prompts(8, 10, live.vocab, seed=43)
+    mixes: list[Mix] = [{name: 1.0} for name in live.adapters]
+    cases = [(prompt, mixes[index % len(mixes)]) for index, prompt in enumerate(prompts)]
+    answers = live.server.generate(prompts, 4, [mix for _, mix in cases])
+    live.judge.check_all(cases, answers, 4)
+    state = until_plans_come(live.server, state["applied"])
+    assert state["low_lora"] > 0 and 0 < state["hit_probability"] <= 1 and state["reports"] > 0
+
+
+# ---- A long run, by hand: LORA_TREE_LONG=1 pytest tests/live/test_advisor.py -k long -s ----
+
+NUM_ADAPTERS, NUM_CONVERSATIONS, NUM_TURNS, NUM_NEW = 100, 400, 5, 8
+NUM_KILLS, NUM_CLIENTS = 20, 48
+
+
+class Measured:
+    """What clients saw of one phase."""
+
+    def __init__(self) -> None:
+        self.first: list[float] = []
+        self.gaps: list[float] = []
+        self.cases: list[tuple[list[int], Mix | None]] = []
+        self.answers: list[Answer] = []
+        self.lock = threading.Lock()
+
+    def summary(self) -> dict[str, float]:
+        first, gaps = np.array(self.first), np.array(self.gaps)
+        shares = {"ttft_s": first, "gap_s": gaps}
+        return {
+            f"{name}_p{share}": round(float(np.percentile(values, share)), 3)
+            for name, values in shares.items()
+            for share in (50, 99, 100)
+        }
+
+
+def stream(server: Server, prompt: list[int], mix: Mix | None, measured: Measured) -> list[int]:
+    """One streamed answer; its tokens."""
+    start, arrivals, last = time.monotonic(), [], {}
+    body = generate_body(prompt, NUM_NEW, mix, stream=True)
+    with requests.post(server.url + "/generate", json=body, stream=True, timeout=900) as response:
+        assert response.status_code == 200, response.text
+        for line in response.iter_lines():
+            if line.startswith(b"data: {"):
+                arrivals.append(time.monotonic())
+                last = json.loads(line[6:])
+    assert "output_ids" in last, last
+    answer = Answer.of(last)
+    with measured.lock:
+        measured.first.append(arrivals[0] - start)
+        measured.gaps += np.diff(arrivals).tolist()
+        measured.cases.append((prompt, mix))
+        measured.answers.append(answer)
+    return list(answer.tokens)
+
+
+@contextmanager
+def killer(server: Server, count: int, seconds: float) -> Iterator[Callable[[], int]]:
+    """Kill the advisor at random moments while the block runs; gives the number of kills so far."""
+    stopping, kills, draw = threading.Event(), [], random.Random(7)
+
+    def work() -> None:
+        while len(kills) < count and not stopping.wait(draw.uniform(0.5, 1.5) * seconds / count):
+            kill(server)
+            kills.append(time.monotonic())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield lambda: len(kills)
+    finally:
+        stopping.set()
+        thread.join()
+
+
+@pytest.mark.skipif(not os.environ.get("LORA_TREE_LONG"), reason="takes a quarter of an hour; set LORA_TREE_LONG=1")
+@pytest.mark.timeout(3600)
+def test_long_run_with_twenty_kills(tmp_path: Path) -> None:
+    """100 adapters over a pool that holds a quarter of them, 2,000 requests of multi-turn traffic, 20 kills."""
+    torch.set_num_threads(1)
+    llama = make_llama(tmp_path / "llama")
+    adapters = make_many(llama, tmp_path / "adapters", NUM_ADAPTERS)
+    paths = [f"{name}={path}" for name, path in adapters.items()]
+    settings = {"verify_invariants": True, "patience_passes": 64}
+    arguments = ["--model-path", str(llama), "--skip-tokenizer-init", "--dtype", "float32", "--max-total-tokens", "1900"]
+    arguments += ["--lora-tree", json.dumps(settings), "--lora-paths", *paths]
+    log = Path(os.environ.get("LORA_TREE_LOGS", str(tmp_path))) / "long.log"
+    server = Server(log, arguments, {"OMP_NUM_THREADS": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"})
+    try:
+        server.wait()
+        until_plans_come(server)
+        quiet = converse(server, list(adapters), seed=1)
+        seconds = sum(quiet.first) / NUM_CLIENTS
+        with killer(server, NUM_KILLS, seconds) as kills:
+            loud = converse(server, list(adapters), seed=2)
+            while kills() < NUM_KILLS:
+                time.sleep(0.5)
+        state = until_plans_come(server)
+        server.check_at_rest()
+    finally:
+        server.stop()
+    print(json.dumps({"without kills": quiet.summary(), "with kills": loud.summary(), "kills": kills(), "plans": state}))
+    judge = Judge(llama, adapters)
+    for measured in (quiet, loud):
+        assert len(measured.answers) == NUM_CONVERSATIONS * NUM_TURNS // 2
+        judge.check_all(measured.cases, measured.answers, NUM_NEW)
+
+
+def converse(server: Server, names: Sequence[str], seed: int) -> Measured:
+    """Half of the conversations, ``NUM_CLIENTS`` at a time; adapters by Zipf's law, one in ten a mix, one the base model."""
+    draw, measured = random.Random(seed), Measured()
+    weights = [1 / (rank + 1) for rank in range(len(names))]
+
+    def choose(index: int) -> Mix | None:
+        first, second = draw.choices(names, weights, k=2)
+        if index % 10 == 0:
+            return None
+        return {first: 0.5, second: 0.5} if index % 10 == 1 and first != second else {first: 1.0}
+
+    plans_of_talk = [
+        (choose(index), random_prompts(NUM_TURNS, draw.randint(4, 16), 320, seed=1000 * seed + index))
+        for index in range(NUM_CONVERSATIONS // 2)
+    ]
+
+    def talk(case: tuple[Mix | None, list[list[int]]]) -> None:
+        mix, turns = case
+        history: list[int] = []
+        for turn in turns:
+            history = [*history, *turn]
+            history += stream(server, history, mix, measured)
+
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        for future in [pool.submit(talk, case) for case in plans_of_talk]:
+            future.result()
+    return measured
+
+
+def make_many(llama: Path, folder: Path, count: int) -> dict[str, Path]:
+    """Adapters that differ in their tensors only, written without building a model for each."""
+    pattern = make_adapters(llama, folder, {"pattern": {"r": 2, "lora_alpha": 4, "target_modules": ALL_LINEAR}})["pattern"]
+    tensors = load_file(pattern / "adapter_model.safetensors")
+    adapters = {}
+    for index in range(count):
+        generator = torch.Generator().manual_seed(index)
+        path = adapters[f"many{index}"] = folder / f"many{index}"
+        path.mkdir()
+        drawn = {name: 0.15 * torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}
+        save_file(drawn, path / "adapter_model.safetensors")
+        (path / "adapter_config.json").write_text((pattern / "adapter_config.json").read_text())
+    return adapters
