@@ -28,6 +28,9 @@ def run_compress(argv: Sequence[str]) -> int:
     except (AdapterError, BudgetError, CompressionError, report.EvaluationError, ValueError, OSError) as error:
         print(f"sglang-lora-tree compress: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("interrupted: repeat the command to go on from here", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,7 +69,7 @@ def _run(options: argparse.Namespace) -> int:
     folders = [folder for folder in options.adapters if not folder.is_file()]
     skipped = len(options.adapters) - len(folders)
     if skipped:
-        print(f"{skipped} plain files among the adapters skipped", file=sys.stderr)
+        print(f"skipped: {skipped} of the given paths, which are plain files", file=sys.stderr)
     if options.rank_floor < 1:
         raise CompressionError(f"--rank-floor {options.rank_floor}: the smallest rank is 1")
     if options.max_energy_loss is not None and not 0 <= options.max_energy_loss < 1:

@@ -102,7 +102,7 @@ def test_plain_files_are_skipped_and_broken_adapters_named(run, save, tmp_path):
     scores = tmp_path / "scores.json"
     scores.write_text("{}")
     code, _, err = run(folder, scores, "--budget", "1/2", "--out", tmp_path / "fleet")
-    assert code == 0 and "1 plain file" in err
+    assert code == 0 and "skipped: 1 of the given paths" in err
     (folder / "adapter_model.safetensors").unlink()
     code, _, err = run(folder, "--budget", "1/2", "--out", tmp_path / "other")
     assert code == 1 and "adapter_model.safetensors" in err and "Cure" in err
