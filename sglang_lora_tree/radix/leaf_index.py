@@ -56,6 +56,14 @@ class LeafIndex(Set[Any]):
 
     def pop_lowest(self) -> Any | None:
         """The leaf of lowest priority, or None. It stays a member but is not offered again until it is filed anew."""
+        leaf = self.peek()
+        if leaf is not None:
+            heapq.heappop(self._heap)
+            del self._tickets[leaf.id]
+        return leaf
+
+    def peek(self) -> Any | None:
+        """The leaf that :meth:`pop_lowest` would give."""
         heap = self._heap
         while heap:
             priority, ticket, leaf = heap[0]
@@ -66,10 +74,11 @@ class LeafIndex(Set[Any]):
             if priority < current:
                 heapq.heapreplace(heap, (current, self._ticket(leaf), leaf))
                 continue
-            heapq.heappop(heap)
-            del self._tickets[leaf.id]
             return leaf
         return None
+
+    def end_round(self) -> None:
+        """One eviction is over: its victims are gone, and leaves that were offered and declined have been filed anew."""
 
     def __contains__(self, leaf: object) -> bool:
         return getattr(leaf, "id", None) in self._members
@@ -95,3 +104,134 @@ class LeafIndex(Set[Any]):
         self._next_ticket += 1
         self._tickets[leaf.id] = self._next_ticket
         return self._next_ticket
+
+
+class CandidateIndex(LeafIndex):
+    """An index whose order is nearly right: of the leaves of lowest priority, an exact value decides.
+
+    Args:
+        exact: value of a leaf at this moment; lower leaves first. It may change between rounds (:meth:`end_round`) only, but
+            for calls of :meth:`revalue`.
+        count: how many leaves are compared.
+    """
+
+    def __init__(self, priority: Callable[[Any], Any], exact: Callable[[Any], float], count: int) -> None:
+        super().__init__(priority)
+        self._exact = exact
+        self._count = count
+        self._front: list[tuple[float, int, Any]] = []
+        """The candidates, as a heap; the leaf's ticket says whether it still counts."""
+
+    def pop_lowest(self) -> Any | None:
+        while True:
+            while len(self._front) < self._count and (leaf := super().pop_lowest()) is not None:
+                heapq.heappush(self._front, (self._exact(leaf), self._ticket(leaf), leaf))
+            if not self._front:
+                return None
+            _, ticket, leaf = heapq.heappop(self._front)
+            if self._tickets.get(leaf.id) == ticket:
+                del self._tickets[leaf.id]
+                return leaf
+
+    def revalue(self) -> None:
+        """Exact values have changed within a round."""
+        self._front = [(self._exact(leaf), ticket, leaf) for _, ticket, leaf in self._front if self._counts(leaf, ticket)]
+        heapq.heapify(self._front)
+
+    def end_round(self) -> None:
+        front, self._front = self._front, []
+        for _, ticket, leaf in front:
+            if self._counts(leaf, ticket):
+                self._file(leaf)
+
+    def _counts(self, leaf: Leaf, ticket: int) -> bool:
+        return self._tickets.get(leaf.id) == ticket
+
+    def file_all(self) -> None:
+        self._front = []
+        super().file_all()
+
+
+class ClassIndex(Set[Any]):
+    """Leaves in classes, each in an order of its own; which class gives the next victim is decided at that moment.
+
+    Exact for any policy whose value of a leaf depends on its class and falls along the class's order.
+
+    Args:
+        priority: order within a class, as for :class:`LeafIndex`.
+        classify: class of a leaf now.
+        value: of the lowest leaf of a class; the class of the lowest value gives the victim.
+    """
+
+    def __init__(
+        self, priority: Callable[[Any], Any], classify: Callable[[Any], Any], value: Callable[[Any, Any], float]
+    ) -> None:
+        self._priority = priority
+        self._classify = classify
+        self._value = value
+        self._queues: dict[Any, LeafIndex] = {}
+        self._classes: dict[int, Any] = {}
+
+    def add(self, leaf: Leaf) -> None:
+        if leaf.id not in self._classes:
+            self._put(leaf)
+
+    def discard(self, leaf: Leaf) -> None:
+        if leaf.id in self._classes:
+            self._queues[self._classes.pop(leaf.id)].discard(leaf)
+
+    def refresh(self, leaf: Leaf) -> None:
+        """As :meth:`LeafIndex.refresh`; also for a leaf that may be of another class now."""
+        known = self._classes.get(leaf.id)
+        if known is None:
+            return
+        if self._classify(leaf) == known:
+            self._queues[known].refresh(leaf)
+        else:
+            self._move(leaf)
+
+    def pop_lowest(self) -> Any | None:
+        while True:
+            lowest: tuple[float, Any, Any] | None = None
+            for known, queue in self._queues.items():
+                leaf = queue.peek()
+                if leaf is None:
+                    continue
+                value = self._value(known, leaf)
+                if lowest is None or value < lowest[0]:
+                    lowest = value, known, leaf
+            if lowest is None:
+                return None
+            _, known, leaf = lowest
+            if self._classify(leaf) == known:
+                return self._queues[known].pop_lowest()
+            self._move(leaf)
+
+    def end_round(self) -> None:
+        """As :meth:`LeafIndex.end_round`."""
+
+    def file_all(self) -> None:
+        leaves = [leaf for queue in self._queues.values() for leaf in queue]
+        self._queues.clear()
+        self._classes.clear()
+        for leaf in leaves:
+            self._put(leaf)
+
+    def _put(self, leaf: Leaf) -> None:
+        known = self._classes[leaf.id] = self._classify(leaf)
+        self._queues.setdefault(known, LeafIndex(self._priority)).add(leaf)
+
+    def _move(self, leaf: Leaf) -> None:
+        self.discard(leaf)
+        self._put(leaf)
+
+    def __contains__(self, leaf: object) -> bool:
+        return getattr(leaf, "id", None) in self._classes
+
+    _from_iterable = LeafIndex._from_iterable
+
+    def __iter__(self) -> Iterator[Any]:
+        return (leaf for queue in self._queues.values() for leaf in queue)
+
+    def __len__(self) -> int:
+        return len(self._classes)

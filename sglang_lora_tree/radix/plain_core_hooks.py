@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 from sglang.srt.mem_cache.utils import get_eviction_strategy
 
 from sglang_lora_tree.radix.eval import EvalParameters
-from sglang_lora_tree.radix.leaf_index import LeafIndex
+from sglang_lora_tree.radix.leaf_index import CandidateIndex, ClassIndex, LeafIndex
 from sglang_lora_tree.radix.policies import RetentionPolicy, RetentionState, Stock, Usage
 
 _SHORT = 8192  # tokens compared at a time: they and the result stay in the processor's cache
@@ -118,12 +118,20 @@ class PlainTreeCore(UnifiedTreeCore):
         usage.visits += 1.0
         usage.uses += 1
         self.policy.on_use(node)
-        usage.last_request = state.requests
+        usage.last_request = usage.last_look = state.requests
         self._note_change(node)
 
     def _make_indices(self) -> None:
-        self.evictable_device_leaves = LeafIndex(self._eviction_priority)
-        self.evictable_host_leaves = LeafIndex(self._eviction_priority)
+        self.evictable_device_leaves = self._make_index()
+        self.evictable_host_leaves = self._make_index()
+
+    def _make_index(self) -> LeafIndex | ClassIndex:
+        policy = self.policy
+        if policy.classes:
+            return ClassIndex(self._eviction_priority, self._eviction_class, self._class_value)
+        if policy.candidates:
+            return CandidateIndex(self._eviction_priority, self._exact_value, policy.candidates)
+        return LeafIndex(self._eviction_priority)
 
     # ---- Match ----
 
@@ -159,11 +167,12 @@ class PlainTreeCore(UnifiedTreeCore):
 
         # The path counts as used, each node a little before the one below it.
         now = float(get_and_increase_time_counter())
-        seconds, window = self.retention.seconds, self.retention.window
+        seconds, window, requests = self.retention.seconds, self.retention.window, self.retention.requests
         above: UnifiedTreeNode | None = best
         while above is not None:
             above.last_access_time = now
             above.usage.touch(seconds, window)
+            above.usage.last_look = requests
             now -= _ROOT_PATH_STEP
             self._note_change(above)
             above = above.parent
@@ -313,6 +322,17 @@ class PlainTreeCore(UnifiedTreeCore):
         """What the index sorts by: lower leaves first."""
         return self.policy.static_key(node)
 
+    def _exact_value(self, node: UnifiedTreeNode) -> float:
+        """What decides among the lowest."""
+        return self.policy.exact(node)
+
+    def _eviction_class(self, node: UnifiedTreeNode) -> Any:
+        """Which of the policy's classes a leaf is in."""
+        return self.policy.class_of(node)
+
+    def _class_value(self, known: Any, lowest: UnifiedTreeNode) -> float:
+        return self.policy.value(known, lowest)
+
     def _is_device_leaf(self, node: UnifiedTreeNode) -> bool:
         data = node.component_data[BASE_COMPONENT_TYPE]
         if data.value is None or data.lock_ref > 0 or node is self.root_node:
@@ -396,6 +416,7 @@ class PlainComponent(FullComponent):
         for node in self._offered:  # the cache may have declined some
             self.tree_core.evictable_device_leaves.refresh(node)
         self._offered = []
+        self.tree_core.evictable_device_leaves.end_round()
 
     def drive_host_eviction(
         self,
@@ -410,6 +431,7 @@ class PlainComponent(FullComponent):
             if node is None:
                 break
             self.tree_core._evict_host_leaf(node, tracker, device_frees, host_frees, cache_actions=cache_actions)
+        self.tree_core.evictable_host_leaves.end_round()
         _join(host_frees)
 
 

@@ -358,7 +358,7 @@ class Residency:
         for identity in () if demand is None else {demand.identity, *demand.members}:
             lora_node = self.core.lora_nodes.get(identity)
             if lora_node is not None:
-                lora_node.visits += 1
+                self.core.note_visit(lora_node)
 
     def failure_of(self, request_id: str, demand: Demand | None) -> str | None:
         """Why a request can not be served, if it can not."""

@@ -16,6 +16,7 @@ to each member: while it is on the GPU none of them can be a leaf, and while it 
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ from sglang.srt.mem_cache.unified_cache.components import (
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
 from sglang_lora_tree.radix.identity import BASE_IDENTITY, identity_of
+from sglang_lora_tree.radix.leaf_index import CandidateIndex
 from sglang_lora_tree.radix.plain_core_hooks import PlainComponent, PlainTreeCore
 
 TREE_CORE_NAME = "lora_tree"
@@ -158,6 +160,7 @@ class LoraTreeCore(PlainTreeCore):
         lora_node = LoraNode(identity, node, members)
         node.lora_node = lora_node
         node.usage.is_adapter = not members
+        self.evictable_host_leaves.refresh(node)
         self.lora_nodes[identity] = lora_node
         self._by_node[node.id] = lora_node
         return lora_node
@@ -207,7 +210,10 @@ class LoraTreeCore(PlainTreeCore):
             owner.resident_mixes -= 1
             assert owner.resident_mixes >= 0, f"{member} has fewer than no resident mixes"
             self._update_evictable_leaf_sets(owner.node)
-        self.retention.resident_adapters -= not lora_node.is_mix
+        if not lora_node.is_mix:
+            self.retention.resident_adapters -= 1
+            if isinstance(self.evictable_device_leaves, CandidateIndex):
+                self.evictable_device_leaves.revalue()
         self.listener.on_evicted(lora_node)
 
     def least_valuable(self, identities: Iterable[str]) -> LoraNode | None:
@@ -342,11 +348,23 @@ class LoraTreeCore(PlainTreeCore):
 
     def _eviction_priority(self, node: UnifiedTreeNode) -> Any:
         priority = self.policy.static_key(node)
-        lora_node = self.lora_node_of(node)
-        if lora_node is None or lora_node.registered:
+        if self._is_registered(node):
             return priority
         # Before everything that a name still refers to. A bare number where the policy gives one: the index compares them.
         return (priority[0] - _UNREGISTERED, *priority[1:]) if isinstance(priority, tuple) else priority - _UNREGISTERED
+
+    def _is_registered(self, node: UnifiedTreeNode) -> bool:
+        lora_node = self.lora_node_of(node)
+        return lora_node is None or lora_node.registered
+
+    def _exact_value(self, node: UnifiedTreeNode) -> float:
+        return super()._exact_value(node) - (0.0 if self._is_registered(node) else _UNREGISTERED)
+
+    def _eviction_class(self, node: UnifiedTreeNode) -> Any:
+        return super()._eviction_class(node) if self._is_registered(node) else _UNREGISTERED
+
+    def _class_value(self, known: Any, lowest: UnifiedTreeNode) -> float:
+        return -math.inf if known is _UNREGISTERED else super()._class_value(known, lowest)
 
     def _is_device_leaf(self, node: UnifiedTreeNode) -> bool:
         if not super()._is_device_leaf(node):

@@ -1,0 +1,407 @@
+"""A server without a model: the real tree, cache and policies, and costs that were measured on an H200.
+
+What is real: ``LoraTreeCache`` over ``LoraTreeCore``, SGLang's allocators and HiCache with both pools (one plane of one
+number a slot), locks, backups, loads and evictions. What is not: time. Steps of the model, copies between the pools and reads
+from disk take what ``workloads.json`` says, and are over at once as far as the tree is concerned.
+
+The loop is SGLang's in its defaults: requests in order of arrival, one prefill batch before any decode step, at most
+``max_running`` requests. A request whose adapter is not there has it fetched and lets those behind it pass; one that finds no
+room for its tokens does not. KV is loaded from host memory while the prefill runs; an adapter is used when its whole load is
+done. There is one link for loads, and ``disk_readers`` reads run at a time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.runtime_context import get_context
+
+from benchmarks.workloads import CONSTANTS, TOKENS_PER_SLOT, Job
+from sglang_lora_tree.platforms import cpu_hooks
+from sglang_lora_tree.radix import cache_hooks
+from sglang_lora_tree.radix.cache_hooks import LoraTreeCache
+from sglang_lora_tree.radix.eval import EvalParameters, low_lora
+from sglang_lora_tree.radix.identity import adapter_identity, namespace_key
+from sglang_lora_tree.radix.policies import POLICIES, RetentionPolicy, RetentionState
+from sglang_lora_tree.radix.tree_core_hooks import TREE_CORE_NAME, LoraFullComponent
+
+COSTS = CONSTANTS["costs"]
+BYTES_PER_SLOT = CONSTANTS["bytes_per_token"] * TOKENS_PER_SLOT
+ADAPTER_SLOTS = CONSTANTS["adapter_tokens"] // TOKENS_PER_SLOT
+_LOOK_AHEAD = 32  # waiting requests that a pass looks at
+
+
+@dataclass
+class Outcome:
+    """What one run measured, over the requests after the warm-up."""
+
+    ttft: list[float] = field(default_factory=list)
+    """Seconds, in order of admission."""
+    prompt_slots: int = 0
+    gpu_hit_slots: int = 0
+    host_hit_slots: int = 0
+    adapter_uses: int = 0
+    adapter_gpu_hits: int = 0
+    adapter_reads: int = 0
+    loaded_bytes: int = 0
+    backed_up_slots: int = 0
+    near_low_lora: list[bool] = field(default_factory=list)
+    evictions: int = 0
+    agreements: int = 0
+    seconds: float = 0.0
+
+    @property
+    def mean_ttft(self) -> float:
+        return float(np.mean(self.ttft))
+
+    @property
+    def kv_hit_rate(self) -> float:
+        """Prompt tokens not computed again."""
+        return (self.gpu_hit_slots + self.host_hit_slots) / max(self.prompt_slots, 1)
+
+    @property
+    def gpu_kv_hit_rate(self) -> float:
+        return self.gpu_hit_slots / max(self.prompt_slots, 1)
+
+    @property
+    def adapter_hit_rate(self) -> float:
+        return self.adapter_gpu_hits / max(self.adapter_uses, 1)
+
+
+@dataclass(eq=False)
+class _Request:
+    job: Job
+    number: int
+    identity: str
+    key: str | None
+    end: int = 0
+    unlock: Callable[[], None] = lambda: None
+    hold: Callable[[], None] | None = None
+    slots: Any = None
+    protected: int = 0
+    remaining: int = 0
+    seen: bool = False
+
+
+class Simulator:
+    """One server, one run.
+
+    Args:
+        policy: a name in ``POLICIES`` or one of SGLang's, or what makes a policy.
+        pool_slots, host_slots: sizes of both pools.
+        parameters: changes to the plans' parameters (tau, lora_term, ...).
+        plan_period: seconds between plans; None: there are none.
+        look_ahead: whether a request touches what it will use when it arrives, and not only when it is admitted.
+    """
+
+    def __init__(
+        self,
+        policy: str | Callable[[RetentionState], RetentionPolicy],
+        pool_slots: int,
+        host_slots: int,
+        num_adapters: int,
+        parameters: dict[str, Any] | None = None,
+        plan_period: float | None = CONSTANTS["plan_period_s"],
+        look_ahead: bool = False,
+    ) -> None:
+        self.cache = _build_cache(policy if isinstance(policy, str) and policy not in POLICIES else "lru", pool_slots, host_slots)
+        self.core = self.cache.tree_core
+        self.state = RetentionState(bytes_per_slot=BYTES_PER_SLOT, pool_slots=pool_slots)
+        make = policy if callable(policy) else POLICIES.get(policy)
+        if make is not None:
+            self.core.set_policy(make(self.state), self.state)
+        else:
+            self.core.retention = self.state
+        self.identities = [adapter_identity(f"{number:064x}") for number in range(num_adapters)]
+        self._parameters = parameters or {}
+        self._plan_period = plan_period
+        self._look_ahead = look_ahead
+        self._next_plan = 0.0
+        self._visits = np.zeros(num_adapters)
+        self._visited_at = 0.0
+        self._batches: deque[tuple[float, int]] = deque()
+        self._numbers = {identity: number for number, identity in enumerate(self.identities)}
+        self.now = 0.0
+        self._link_free = 0.0
+        self._disks = [0.0] * COSTS["disk_readers"]
+        self._ready: dict[str, float] = {}
+        """Identity -> when its last load is done."""
+        self._reading: dict[str, tuple[float, Any]] = {}
+        self.waiting: deque[_Request] = deque()
+        self.running: list[_Request] = []
+        self.outcome = Outcome()
+        self._warm = 0
+
+    # ---- The loop ----
+
+    def run(self, jobs: Sequence[Job]) -> Outcome:
+        """Play all jobs; they must be in order of arrival."""
+        self._warm = int(len(jobs) * CONSTANTS["warm_up_share"])
+        arrivals = deque(
+            _Request(job, number, self.identities[job.adapter], namespace_key(self.identities[job.adapter], None))
+            for number, job in enumerate(jobs)
+        )
+        while arrivals or self.waiting or self.running:
+            while arrivals and arrivals[0].job.arrival <= self.now:
+                self.waiting.append(arrivals.popleft())
+                if self._look_ahead:
+                    self._touch(self.waiting[-1])
+            self._take_in_reads()
+            self._plan()
+            admitted, load_bytes = self._admit()
+            if admitted:
+                self._prefill(admitted, load_bytes)
+            elif self.running:
+                self._decode(arrivals[0].job.arrival if arrivals else float("inf"))
+            else:
+                self._wait(arrivals[0].job.arrival if arrivals else float("inf"))
+        self.outcome.seconds = self.now
+        return self.outcome
+
+    def _admit(self) -> tuple[list[_Request], int]:
+        admitted: list[_Request] = []
+        load_bytes = new_slots = 0
+        for request in list(self.waiting)[:_LOOK_AHEAD]:
+            if len(self.running) + len(admitted) >= COSTS["max_running"]:
+                break
+            if not self._bring(request):
+                continue
+            loaded = self._lock(request)
+            if loaded is None:
+                break  # no room for its tokens
+            load_bytes += loaded
+            admitted.append(request)
+            new_slots += len(request.job.prompt) - request.protected
+            if new_slots * TOKENS_PER_SLOT >= 8192:
+                break
+        for request in admitted:
+            self.waiting.remove(request)
+        return admitted, load_bytes
+
+    def _bring(self, request: _Request) -> bool:
+        """Whether the request's adapter can be used now; if not, it is on its way."""
+        identity = request.identity
+        lora_node = self.core.lora_nodes.get(identity)
+        resident = lora_node is not None and lora_node.is_resident
+        if not request.seen:
+            request.seen = True
+            if request.number >= self._warm:
+                self.outcome.adapter_uses += 1
+                self.outcome.adapter_gpu_hits += resident
+        if lora_node is None:
+            if identity not in self._reading:
+                slots = self.cache.allocate_host(ADAPTER_SLOTS)
+                if slots is not None:
+                    begin = max(heapq.heappop(self._disks), self.now)
+                    done = begin + ADAPTER_SLOTS * BYTES_PER_SLOT / COSTS["disk_bytes_per_s"]
+                    heapq.heappush(self._disks, done)
+                    self._reading[identity] = (done, slots)
+                    self.outcome.adapter_reads += request.number >= self._warm
+            return False
+        if not resident:
+            if not self.cache.start_swap_in(lora_node):
+                return False
+            self._finish_loads()
+            self._link_free = max(self._link_free, self.now) + self._load(ADAPTER_SLOTS)
+            self._ready[identity] = self._link_free
+        if request.hold is None:
+            request.hold = self.cache.hold(lora_node)
+        return self._ready[identity] <= self.now
+
+    def _touch(self, request: _Request) -> None:
+        self.cache.match_prefix(MatchPrefixParams(key=RadixKey(request.job.prompt[:-1], request.key)))
+
+    def _lock(self, request: _Request) -> int | None:
+        """Match, load and allocate; returns bytes to load, None if there is no room."""
+        cache, prompt = self.cache, request.job.prompt
+        match = cache.match_prefix(MatchPrefixParams(key=RadixKey(prompt[:-1], request.key)))
+        node = match.last_device_node
+        request.unlock = self._locked(node)
+        output = -(-request.job.output // TOKENS_PER_SLOT)
+        needed = len(prompt) - match.device_prefix_len + output
+        if needed > cache.num_free_slots + cache.evictable_size():
+            request.unlock()
+            return None
+        loaded = 0
+        if match.host_hit_length and cache.load_back(match.best_match_node):
+            self._finish_loads()
+            loaded = match.host_hit_length
+            request.unlock()
+            node = match.best_match_node
+            request.unlock = self._locked(node)
+        kept = cache.path_device_indices(node)
+        request.end, request.protected = node, len(kept)
+        new = cache.allocate_device(len(prompt) - len(kept) + output)
+        assert new is not None, "an admitted request finds no slots"
+        request.slots = torch.cat([kept, new])
+        if request.number >= self._warm:
+            self.outcome.prompt_slots += len(prompt)
+            self.outcome.gpu_hit_slots += match.device_prefix_len
+            self.outcome.host_hit_slots += loaded
+            self._count_load(loaded)
+        return loaded * BYTES_PER_SLOT
+
+    def _prefill(self, admitted: list[_Request], load_bytes: int) -> None:
+        new = sum(len(request.job.prompt) - request.protected for request in admitted) * TOKENS_PER_SLOT
+        compute = max(COSTS["decode_step_s"], new / COSTS["prefill_tokens_per_s"])
+        loaded = self.now
+        if load_bytes:
+            loaded = max(self._link_free, self.now) + load_bytes / COSTS["host_to_device_bytes_per_s"]
+            self._link_free = loaded
+        self.now = max(self.now + compute, loaded)
+        for request in admitted:
+            if request.number >= self._warm:
+                self.outcome.ttft.append(self.now - request.job.arrival)
+            lora_node = self.core.lora_nodes[request.identity]
+            self.core.note_visit(lora_node)
+            self._visits[request.job.adapter] += 1
+            self._insert(request, request.job.prompt, 0)
+            assert request.hold is not None
+            request.hold()
+            request.remaining = request.job.output - 1
+            self.running.append(request)
+        self._finish_done()
+        self._batches.append((self.now, len(self.running)))
+
+    def _decode(self, next_arrival: float) -> None:
+        step = COSTS["decode_step_s"]
+        steps = max(1, min(request.remaining for request in self.running))
+        until = min(next_arrival, self._next_event())
+        if until < self.now + steps * step:
+            steps = max(1, int((until - self.now) / step) + 1)
+        self.now += steps * step
+        for request in self.running:
+            request.remaining -= steps
+        self._finish_done()
+        self._batches.append((self.now, len(self.running)))
+
+    def _wait(self, next_arrival: float) -> None:
+        until = min(next_arrival, self._next_event())
+        if until == float("inf"):
+            raise AssertionError(f"{len(self.waiting)} requests wait for nothing: the pools are too small for this workload")
+        self.now = max(until, self.now)
+
+    def _next_event(self) -> float:
+        """When the next adapter is there, for somebody who waits."""
+        times = [done for done, _ in self._reading.values()]
+        times += [self._ready[request.identity] for request in self.waiting if request.hold is not None]
+        return min((time for time in times if time > self.now), default=float("inf"))
+
+    def _finish_done(self) -> None:
+        for request in [request for request in self.running if request.remaining <= 0]:
+            self.running.remove(request)
+            tokens = request.job.prompt
+            if len(request.job.answer):
+                tokens = tokens + request.job.answer
+                self._insert(request, tokens, len(request.job.prompt))
+            self.cache.token_to_kv_pool_allocator.free(request.slots[len(tokens) :])
+            request.unlock()
+        self.cache.check_hicache_events()
+
+    def _take_in_reads(self) -> None:
+        for identity in [identity for identity, (done, _) in self._reading.items() if done <= self.now]:
+            self.core.add_adapter(identity, self._reading.pop(identity)[1])
+
+    # ---- The tree ----
+
+    def _insert(self, request: _Request, tokens: array[int], inserted: int) -> None:
+        """Give the tree the KV of ``tokens``; the request goes on from the node they end at."""
+        cache = self.cache
+        result = cache.insert(
+            InsertParams(
+                key=RadixKey(tokens, request.key),
+                value=request.slots[: len(tokens)].clone(),
+                prev_prefix_len=request.protected,
+                inserted_len=inserted,
+            )
+        )
+        old, request.unlock = request.unlock, self._locked(result.last_device_node)
+        old()
+        path = cache.path_device_indices(result.last_device_node)
+        request.slots = torch.cat([path, request.slots[len(tokens) :]])
+        request.end, request.protected = result.last_device_node, len(tokens)
+
+    def _locked(self, node: int) -> Callable[[], None]:
+        receipt = self.cache.inc_lock_ref(node).to_dec_params()
+        return lambda: (self.cache.dec_lock_ref(node, receipt), None)[1]
+
+    def _finish_loads(self) -> None:
+        self.cache.submit_loads()
+        self.cache.check_hicache_events()
+
+    def _load(self, slots: int) -> float:
+        self._count_load(slots)
+        return slots * BYTES_PER_SLOT / COSTS["host_to_device_bytes_per_s"]
+
+    def _count_load(self, slots: int) -> None:
+        self.outcome.loaded_bytes += slots * BYTES_PER_SLOT
+
+    # ---- The advisor ----
+
+    def _plan(self) -> None:
+        if self._plan_period is None or self.now < self._next_plan:
+            return
+        self._next_plan = self.now + self._plan_period
+        while self._batches and self._batches[0][0] < self.now - CONSTANTS["batch_window_s"]:
+            self._batches.popleft()
+        batch = float(np.mean([size for _, size in self._batches])) if self._batches else 1.0
+        changes = {
+            "host_to_device_bytes_per_s": COSTS["host_to_device_bytes_per_s"],
+            "disk_bytes_per_s": COSTS["disk_bytes_per_s"],
+            "prefill_tokens_per_s": COSTS["prefill_tokens_per_s"] / TOKENS_PER_SLOT,  # the tree's tokens are slots
+            **self._parameters,
+        }
+        window = changes.get("visit_window", EvalParameters.visit_window)
+        self._visits *= np.exp((self._visited_at - self.now) / window)
+        self._visited_at = self.now
+        shares = self._visits / max(self._visits.sum(), 1e-9)
+        wanted = low_lora(shares, batch)
+        self.core.set_eval_parameters(EvalParameters(now=self.now, low_lora=wanted, **changes))
+        if wanted:
+            self.outcome.near_low_lora.append(abs(self.state.resident_adapters / wanted - 1) <= 0.05)
+
+
+def _build_cache(eviction_policy: str, pool_slots: int, host_slots: int) -> LoraTreeCache:
+    cpu_hooks.install()
+    cache_hooks.register()
+    context = get_context().override_server_args(
+        device="cpu",
+        page_size=1,
+        enable_hierarchical_cache=True,
+        hicache_io_backend="direct",
+        hicache_mem_layout="layer_first",
+        hicache_write_policy="write_through",
+        hicache_size=0,
+        hicache_ratio=host_slots / pool_slots,
+    )
+    server_args = context.install()
+    try:
+        pool = MHATokenToKVPool(pool_slots, 1, torch.float32, 1, 1, 1, "cpu", False)
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=ReqToTokenPool(1, 1, "cpu", False),
+            token_to_kv_pool_allocator=TokenToKVPoolAllocator(pool_slots, torch.float32, "cpu", pool, False),
+            page_size=1,
+            eviction_policy=eviction_policy,
+            tree_components=(ComponentType.FULL,),
+            component_registry_override={ComponentType.FULL: LoraFullComponent},
+            tree_core_backend=TREE_CORE_NAME,
+        )
+        cache = LoraTreeCache(params)
+        cache.init_hicache(server_args, params)
+    finally:
+        context.restore()
+    return cache
