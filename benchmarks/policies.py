@@ -1,0 +1,179 @@
+"""Retention policies side by side: hit rates, bytes moved and time to first token, in the simulator (``benchmarks.simulator``).
+
+What is compared, how scarce memory is, the rates and every cost are in ``workloads.json``, fixed before the first run.
+Four parts:
+
+* rates: the main policies over ten rates, both pool sizes, three workloads;
+* adapters: the main policies over numbers of adapters and ways to spread them;
+* all: every policy, and Belady's rule as a bound, at one rate;
+* sensitivity: what Eval's parameters do, at one rate.
+
+Run: ``python -m benchmarks.policies`` (about 20 minutes on one core; ``--part NAME`` for one). Each part leaves its runs in
+``results/policies/``; all that are there go into results/policies_sim.json and docs/policies.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import results
+from benchmarks.oracle import make_oracle
+from benchmarks.simulator import ADAPTER_SLOTS, Outcome, Simulator
+from benchmarks.workloads import CONSTANTS, SPREADS, Workload, build
+from sglang_lora_tree.radix.identity import adapter_identity
+
+WORKLOADS = ("mooncake", "azure", "sgd")
+MAIN = ("lru", "rrip", "eval", "reuse+")
+"""A plus: requests touch what they will use when they arrive (``look_ahead``)."""
+ALL = (
+    "lru", "lru+", "lfu", "slru", "gdsf", "rrip", "hawkeye", "halp", "branch",
+    "eval", "eval+", "eval_without_cost", "eval_without_lora", "eval_without_recency", "eval_without_visit", "eval_per_slot",
+    "reuse", "reuse+", "oracle",
+)  # fmt: skip
+RUNS = results.RESULTS / "policies"
+_DESIGN = CONSTANTS["design"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    workload: str
+    adapters: int
+    spread: str
+    pool_share: float
+    rate_share: float
+    policy: str
+    parameters: tuple[tuple[str, Any], ...] = ()
+    plan_period: float = CONSTANTS["plan_period_s"]
+
+    def run(self) -> dict[str, Any]:
+        """Play it; the outcome as plain numbers."""
+        workload, top, working_set = _workload(self.workload, self.adapters, self.spread)
+        jobs = workload.at_rate(top * self.rate_share)
+        pool = int(working_set * self.pool_share)
+        name = self.policy.removesuffix("+")
+        numbers = {adapter_identity(f"{number:064x}"): number for number in range(self.adapters)}
+        policy: Any = make_oracle(jobs, numbers) if name == "oracle" else name
+        simulator = Simulator(
+            policy,
+            pool,
+            int(pool * CONSTANTS["host_over_pool"]),
+            self.adapters,
+            parameters=dict(self.parameters),
+            plan_period=self.plan_period,
+            look_ahead=self.policy.endswith("+"),
+        )
+        return {**self.__dict__, "rate": top * self.rate_share, "pool_slots": pool, **_summary(simulator.run(jobs))}
+
+
+def _summary(outcome: Outcome) -> dict[str, float]:
+    ordered = sorted(outcome.ttft)
+    return {
+        "ttft_mean_s": outcome.mean_ttft,
+        "ttft_p50_s": ordered[len(ordered) // 2],
+        "ttft_p99_s": ordered[int(0.99 * len(ordered))],
+        "kv_hit_rate": outcome.kv_hit_rate,
+        "gpu_kv_hit_rate": outcome.gpu_kv_hit_rate,
+        "adapter_hit_rate": outcome.adapter_hit_rate,
+        "adapter_reads": outcome.adapter_reads,
+        "loaded_gb": outcome.loaded_bytes / 1e9,
+        "near_low_lora": statistics.fmean(outcome.near_low_lora) if outcome.near_low_lora else 0.0,
+    }
+
+
+@lru_cache(maxsize=2)
+def _workload(name: str, adapters: int, spread: str) -> tuple[Workload, float, int]:
+    workload = build(name, adapters, spread, CONSTANTS["num_jobs"][name])
+    top = workload.capacity() * CONSTANTS["top_rate_over_capacity"]
+    slots = workload.working_set(top, CONSTANTS["window_s"]) + ADAPTER_SLOTS * int(workload.counts["adapters used"])
+    print(f"{name}, {adapters} adapters, {spread}: {workload.counts}; top rate {top:.2f}/s, working set {slots} slots")
+    return workload, top, slots
+
+
+# ---- The four parts ----
+
+
+def rates() -> Iterator[Case]:
+    for workload in WORKLOADS:
+        for share, of_rates in zip(CONSTANTS["pool_shares"], _DESIGN["rates_of_pool_shares"], strict=True):
+            for rate in CONSTANTS["rates"][::-of_rates]:
+                for policy in MAIN:
+                    yield Case(workload, _DESIGN["adapters"], _DESIGN["spread"], share, rate, policy)
+
+
+def adapters() -> Iterator[Case]:
+    for workload in WORKLOADS:
+        for number in _DESIGN["numbers_of_adapters"]:
+            for spread in SPREADS if number in _DESIGN["numbers_with_all_spreads"] else [_DESIGN["spread"]]:
+                for policy in MAIN:
+                    yield Case(workload, number, spread, CONSTANTS["pool_shares"][0], _DESIGN["rate"], policy)
+
+
+def all_policies() -> Iterator[Case]:
+    for workload in WORKLOADS:
+        for policy in ALL:
+            yield Case(workload, _DESIGN["adapters"], _DESIGN["spread"], CONSTANTS["pool_shares"][0], _DESIGN["rate"], policy)
+
+
+def sensitivity() -> Iterator[Case]:
+    for workload in WORKLOADS:
+        base = (workload, _DESIGN["adapters"], _DESIGN["spread"], CONSTANTS["pool_shares"][0], _DESIGN["rate"], "eval")
+        for name, values in _DESIGN["sensitivity"].items():
+            for value in values:
+                if name == "plan_period":
+                    yield Case(*base, plan_period=value)
+                else:
+                    yield Case(*base, parameters=((name, value),))
+
+
+PARTS: dict[str, Callable[[], Iterator[Case]]] = {
+    "all": all_policies,
+    "rates": rates,
+    "sensitivity": sensitivity,
+    "adapters": adapters,
+}
+
+
+def run_part(name: str) -> None:
+    """Play a part's cases and leave them in ``results/policies``."""
+    RUNS.mkdir(parents=True, exist_ok=True)
+    begin, runs = time.monotonic(), []
+    for case in PARTS[name]():
+        runs.append(case.run())
+        last = runs[-1]
+        print(
+            f"  {case.policy:<22}{dict(case.parameters) or ''} pool {case.pool_share:g} rate {case.rate_share:g}: "
+            f"TTFT {1e3 * last['ttft_mean_s']:.0f} ms, hits: KV {last['kv_hit_rate']:.3f}, adapters {last['adapter_hit_rate']:.3f}",
+            flush=True,
+        )
+        (RUNS / f"{name}.json").write_text(json.dumps(runs, indent=0) + "\n", encoding="utf-8")
+    print(f"{name}: {len(runs)} runs in {time.monotonic() - begin:.0f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=PARTS, action="append", help="one part (may be repeated); none: all")
+    parser.add_argument("--report", action="store_true", help="only write the records and plots from the runs that are there")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if not arguments.report:
+        for part in arguments.part or PARTS:
+            run_part(part)
+    from benchmarks.policies_report import write_report
+
+    write_report({path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RUNS.glob("*.json"))}, Path("docs"))
+
+
+if __name__ == "__main__":
+    main()
