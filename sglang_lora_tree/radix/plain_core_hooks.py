@@ -52,10 +52,11 @@ def common_prefix(edge: RadixKey, key: RadixKey, offset: int, page_size: int) ->
     left, right = edge.token_ids, key.token_ids
     if edge.is_bigram or key.is_bigram or left.itemsize != 8 or right.itemsize != 8:
         return edge.match_at(key, offset, page_size)
-    length = min(len(edge), len(key) - offset)
     # Most edges match whole, and for short ones one comparison of arrays is quickest.
-    if length <= _SHORT and length == len(left) and left == right[offset : offset + length]:
+    length = len(left)
+    if edge.limit is key.limit is None and length <= _SHORT and left == right[offset : offset + length]:
         return length // page_size * page_size
+    length = min(len(edge), len(key) - offset)
     ours = np.frombuffer(left, np.int64, length)
     theirs = np.frombuffer(right, np.int64, length, offset * 8)
     for start in range(0, length, _SHORT):
@@ -149,7 +150,7 @@ class PlainTreeCore(UnifiedTreeCore):
                 break  # neither tier has it: nothing below can be used
             edge = child.key
             matched = common_prefix(edge, key, offset, page_size)
-            is_split = matched < len(edge)
+            is_split = matched < (len(edge.token_ids) if edge.limit is None else len(edge))
             if is_split:
                 child, action = self._split_node(edge, child, matched)
                 data = child.component_data[BASE_COMPONENT_TYPE]
@@ -168,13 +169,15 @@ class PlainTreeCore(UnifiedTreeCore):
         # The path counts as used, each node a little before the one below it.
         now = float(get_and_increase_time_counter())
         seconds, window, requests = self.retention.seconds, self.retention.window, self.retention.requests
+        may_fall = not self.policy.monotone
         above: UnifiedTreeNode | None = best
         while above is not None:
             above.last_access_time = now
             above.usage.touch(seconds, window)
             above.usage.last_look = requests
             now -= _ROOT_PATH_STEP
-            self._note_change(above)
+            if may_fall:
+                self._note_change(above)
             above = above.parent
 
         return MatchResult(

@@ -261,8 +261,12 @@ class LoraTreeCore(PlainTreeCore):
             return self._empty_match_result
         if anchor is self.virtual_root:
             return super().match_prefix(params)
-        with self._rooted_at(anchor):
+        assert self.root_node is self.virtual_root, "walks do not nest"
+        self.root_node = anchor
+        try:
             result = super().match_prefix(params)
+        finally:
+            self.root_node = self.virtual_root
         if result.last_device_node == self.virtual_root.id:
             # A key shorter than a page: the core's shared empty result knows only one root.
             result = result._replace(
@@ -276,8 +280,12 @@ class LoraTreeCore(PlainTreeCore):
         if anchor is self.virtual_root:
             return super().begin_insert(params)
         assert anchor.component_data[BASE_COMPONENT_TYPE].value is not None, "KV inserted below an absent adapter"
-        with self._rooted_at(anchor):
+        assert self.root_node is self.virtual_root, "walks do not nest"
+        self.root_node = anchor
+        try:
             return super().begin_insert(params)
+        finally:
+            self.root_node = self.virtual_root
 
     def resume_insert(self) -> Any:
         state = self._ongoing_insert_walk_state
