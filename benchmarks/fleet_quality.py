@@ -1,7 +1,7 @@
 """What compression costs in task scores: a fleet of the embedded model's adapters, before and after, in float32 on the CPU.
 
     python examples/embedded_model/fleet.py --out FLEET      # trains it: 12 and more tasks, rank 48
-    python -m benchmarks.fleet_quality FLEET [--count 100] [--tables FILE.md]
+    python -m benchmarks.fleet_quality FLEET [--count 100] [--tables FILE.md] [--cache FILE.json]
 
 Policies: uniform (LoRAForge-U), spectral (LoRAForge-S, a budget per adapter), fleet (S, one budget for all), and JD-Full at
 the same budget. A folder's name is its task. Results: ``fleet_cpu.json``; the tables of docs/compression.md.
@@ -10,6 +10,7 @@ the same budget. A folder's name is its task. Results: ``fleet_cpu.json``; the t
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -41,14 +42,28 @@ Scores = dict[str, float]
 
 
 class Scorer:
-    """Scores folders named after their tasks, in points (0 to 100)."""
+    """Scores folders named after their tasks, in points (0 to 100).
 
-    def __init__(self, count: int) -> None:
+    cache: file of scores found so far, so that a run that was cut short goes on, and that adapters can be scored one by one
+    while a fleet is being trained.
+    """
+
+    def __init__(self, count: int, cache: Path | None = None) -> None:
         self.model = evaluate.load_base()
         self.count = count
+        self.cache = cache
+        self.found: Scores = json.loads(cache.read_text()) if cache and cache.exists() else {}
 
     def scores(self, folders: Sequence[Path]) -> Scores:
-        return {folder.name: 100 * evaluate.score(self.model, folder, folder.name, self.count) for folder in folders}
+        return {folder.name: self.score(folder) for folder in folders}
+
+    def score(self, folder: Path) -> float:
+        key = f"{folder.name} {load_adapter(folder).digest} {self.count}"
+        if key not in self.found:
+            self.found[key] = 100 * evaluate.score(self.model, folder, folder.name, self.count)
+            if self.cache:
+                self.cache.write_text(json.dumps(self.found, indent=0))
+        return self.found[key]
 
 
 def measure(folders: Sequence[Path], scorer: Scorer) -> tuple[dict[str, Scores], dict[str, float]]:
@@ -128,11 +143,12 @@ def main() -> None:
     parser.add_argument("fleet", type=Path, help="folder with an adapter per task")
     parser.add_argument("--count", type=int, default=100, help="held-out questions per adapter (default: 100)")
     parser.add_argument("--out", type=Path, default=results.RESULTS, help="folder for fleet_cpu.json")
+    parser.add_argument("--cache", type=Path, help="scores found so far, to go on from")
     parser.add_argument("--tables", type=Path, help="write the tables here, in Markdown")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     folders = sorted(file.parent for file in arguments.fleet.glob("*/adapter_config.json"))
-    scores, energies = measure(folders, Scorer(arguments.count))
+    scores, energies = measure(folders, Scorer(arguments.count, arguments.cache))
     records = make_records(scores, energies, arguments.count)
     results.write("fleet", "cpu", records, arguments.out)
     print(results.table(records))
