@@ -34,6 +34,8 @@ _RULES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("hicache_write_policy", ("write_through", "write_through_selective"), "an adapter's KV must not lose its host parent"),
     ("hicache_mem_layout", ("layer_first",), "adapter rows are written plane by plane"),
     ("enable_unified_cache_external_linker", (False,), "an external cache would take adapter rows for KV"),
+    ("enable_memory_saver", (False,), "adapters would be copied to memory that has been given back"),
+    ("prefill_only_disable_kv_cache", (False,), "adapters live in the KV pool"),
     ("enable_lmcache", (False,), "LMCache's keys do not know adapters"),
     ("enable_flexkv", (False,), "FlexKV replaces the tree"),
     ("enable_session_radix_cache", (False,), f"sessions hold nodes across requests, and {_EXACT}"),
@@ -52,6 +54,15 @@ _RULES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("smg_grpc_mode", (False,), "the gRPC server bypasses the plugin"),
     ("grpc_port", (None,), "the gRPC server bypasses the plugin"),
     ("cpu_offload_gb", (0,), f"offloaded layers are wrapped twice, and {_EXACT}"),
+    ("offload_group_size", (-1, 0), f"offloaded layers are wrapped twice, and {_EXACT}"),
+    ("enable_nvidia_megakernel", (False,), "fused layers bypass the LoRA wrappers"),
+    ("enable_amd_monokernel", (False,), "fused layers bypass the LoRA wrappers"),
+    ("enable_layernorm_sp", (False,), f"ranks would see different tokens, and {_EXACT}"),
+    ("enable_attn_tp_input_scattered", (False,), f"ranks would see different tokens, and {_EXACT}"),
+    ("enable_dense_mlp_attn_tp", (False,), f"ranks would see different tokens, and {_EXACT}"),
+    ("enable_prefill_cp", (False,), "the pool would be split over the context"),
+    ("enable_pd_role_switch", (False,), "the other side would take adapter slots for KV"),
+    ("uno_lora_path", (None,), "it is an adapter of a draft model"),
 )
 
 

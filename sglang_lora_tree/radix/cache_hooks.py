@@ -60,6 +60,10 @@ class LoraTreeCache(UnifiedRadixCache):
         super().reset()
         self.on_reset()
 
+    def attach_storage_backend(self, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+        """What PUT /hicache/storage-backend asks for in a running server: refused, as at the start."""
+        return False, "--lora-tree: a storage backend would take adapter rows for KV; run without one"
+
     def path_device_indices(self, node: int) -> torch.Tensor:
         return self.tree_core.collect_full_device_indices(node, self.tree_core.anchor_of(node))
 
