@@ -44,7 +44,7 @@ class Settings:
     queue_order: str = "lag"
     """Who is looked at first when a batch is formed: one of :data:`QUEUE_ORDERS`; SGLang's ``--schedule-policy`` breaks ties,
     and its priorities go before."""
-    theta_seconds: float = 0.5
+    theta_seconds: float = 1.0
     """Requests older than this go first, as they came (every order but fcfs and lcfs)."""
     cluster_adapters: int = 8
     """Adapters in one batch with ``queue_order`` clusters."""

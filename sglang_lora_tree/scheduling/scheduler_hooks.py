@@ -272,11 +272,11 @@ def can_schedule(original: Callable[..., bool], scheduler: Any, req: Req, runnin
         return False
     if req.to_finish is not None:
         return True  # refused already; it only has to pass through
+    if STATE.num_waits >= MAX_WAITS and not all(map(residency.resident.__contains__, req.lora_tree_ticket.waiting.members)):
+        return False
     weighted = demand_of(req)
     demand = None if weighted is None else weighted.demand
     if demand is not None and req.lora_id not in running_loras and _too_many_adapters(scheduler, demand, running_loras):
-        return False
-    if STATE.num_waits >= MAX_WAITS and not all(map(residency.core.is_resident, demand.members if demand else ())):
         return False
     adder = STATE.adder
     alone = not adder.can_run_list and scheduler.running_batch.is_empty()
