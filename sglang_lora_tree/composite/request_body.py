@@ -76,6 +76,7 @@ def take_mixes(
         UnknownModelError: see ``model``.
         MixError: a malformed field, a list that does not fit the batch, or fields that disagree.
     """
+    refuse_lora_id(body.get("lora_id"))
     prompts = count_prompts(body.get, prompt_fields)
     asked: dict[str, list[Mix | None]] = {}
     for field in MIX_FIELDS:
@@ -93,6 +94,13 @@ def take_mixes(
             error.args = (f"model {name!r}: {error}",)
             raise
     return _agree(asked)
+
+
+def refuse_lora_id(value: Any) -> None:
+    """MixError if a request names an adapter by SGLang's internal id: nothing would count its use, and an id of another type
+    than text stops SGLang's scheduler."""
+    if value is not None:
+        raise MixError('lora_id: is internal to the server; name adapters in lora, for example {"lora": {"math": 0.7}}')
 
 
 def canonical_mixes(value: Any, prompts: int | None, naming: Naming) -> str | list[str | None] | None:

@@ -25,7 +25,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_lora_tree.composite.lora_id import decode_lora_id, encode_lora_id
-from sglang_lora_tree.composite.request_body import Naming, canonical_mixes, count_prompts
+from sglang_lora_tree.composite.request_body import Naming, canonical_mixes, count_prompts, refuse_lora_id
 from sglang_lora_tree.config import current_settings
 
 DEFAULT_MODEL = "default"
@@ -56,10 +56,11 @@ def settle_lora_path(tokenizer_manager: Any, obj: Any, request: Any = None) -> N
     """BEFORE ``TokenizerManager.generate_request``: ``obj.lora_path`` becomes canonical text, per prompt in a batch.
 
     Raises:
-        MixError: ``lora_path`` is malformed or does not fit the batch.
+        MixError: ``lora_path`` is malformed or does not fit the batch, or ``lora_id`` was given.
     """
     if current_settings() is None:
         return
+    refuse_lora_id(getattr(obj, "lora_id", None))
     scope = getattr(request, "scope", {})
     if SCOPE_KEY in scope:
         obj.lora_path = scope[SCOPE_KEY]

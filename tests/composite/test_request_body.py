@@ -151,3 +151,10 @@ def test_merged_adapters_has_one_shape(value):
 )
 def test_prompts_are_counted_as_sglang_counts_them(field, value, count):
     assert count_prompts({field: value}.get, (field,)) == count
+
+
+@pytest.mark.parametrize("value", ["0" * 32, ["a"], 5, {}])
+def test_an_internal_id_is_refused_whatever_its_type(value):
+    for fields in ({}, {"lora": "math"}, {"model": "math"}):
+        with pytest.raises(MixError, match="lora_id: is internal"):
+            take({"text": "x", "lora_id": value, **fields})

@@ -96,6 +96,12 @@ def test_what_cannot_be_read_is_refused_before_anything_is_acquired(tokenizer_ma
     assert tokenizer_manager.sent == []
 
 
+def test_an_internal_id_is_refused(tokenizer_manager):
+    with pytest.raises(MixError, match="lora_id: is internal"):
+        run(tokenizer_manager, lora_id=tokenizer_manager.lora_ref_cache["math"].lora_id)
+    assert tokenizer_manager.sent == []
+
+
 def test_the_setting_limits_the_members_of_a_mix(tokenizer_manager, monkeypatch):
     monkeypatch.setenv("SGLANG_LORA_TREE", '{"max_members": 2}')
     with pytest.raises(MixError, match="3 adapters, but at most 2 can be mixed"):
