@@ -33,7 +33,7 @@ a request of two tokens mixes all three beside one that uses none.
 ...     entry[0, o_proj] = 1
 ...     table.write(index, slots, row_start=(entry - 1).int(), rank=(entry * rank).int(), scaling=entry * scaling)
 >>> table.flush()
->>> pairs = Pairs.allocate(max_bs=2, max_tokens=16, max_members=3, device="cpu")
+>>> pairs = Pairs.allocate(table, max_bs=2, max_tokens=16, max_members=3)
 >>> pairs.update(seg_lens=[2, 1], members=[[(0, 0.7), (1, 0.5), (2, -0.3)], []])
 >>> x, y = torch.randn(3, d), torch.zeros(3, d)
 >>> add_lora(y, x, table, pool, pairs, layer=0, modules=(o_proj,), output_offsets=(0,), output_widths=(d,))

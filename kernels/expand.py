@@ -1,4 +1,4 @@
-"""Expand in Triton: add sum_j w_j s_j z_j B_j to the output, B's rows gathered through the slot table."""
+"""Expand in Triton: add z B of every item to the output, B's rows taken from where locate.py found them."""
 
 from __future__ import annotations
 
@@ -6,106 +6,129 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_lora_tree.kernels.pairs import BLOCK_T, Pairs
+from sglang_lora_tree.kernels import dispatch
+from sglang_lora_tree.kernels.pairs import Pairs
 from sglang_lora_tree.kernels.pool import PoolView
-from sglang_lora_tree.kernels.rows import block_width, row_addresses
-from sglang_lora_tree.kernels.table import NUM_MODULES, RANK_TILE, AdapterTable
-
-LARGEST_BLOCK_D = 128
-NUM_WARPS = 4
-"""The best of a small sweep on an H200."""
+from sglang_lora_tree.kernels.rows import activate, add_and_round, block_width, upcasts
+from sglang_lora_tree.kernels.table import RANK_TILE
 
 
-@triton.jit(do_not_specialize=["layer"])
-def _expand_kernel(  # type: ignore[no-untyped-def]
-    z, y, pointers, slots, first_slot, slot_count, row_start, rank, scaling,
-    seg_indptr, pair_indptr, pair_adapter, pair_weight, tile_req, tile_start,
-    layer, y_stride, record_stride,
-    A_CHUNKS: tl.constexpr, W: tl.constexpr, J: tl.constexpr, R: tl.constexpr, MODULES: tl.constexpr,
-    OUTPUT_OFFSETS: tl.constexpr, OUTPUT_WIDTHS: tl.constexpr, TABLE_MODULES: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr,
+@triton.jit
+def _dot(z, b, total, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """total + z b: z (T, R) is a part of z (locate.py), b (R, D) in the pool's dtype. Every product is exact."""
+    if UPCAST:
+        total = tl.dot(z.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    elif b.dtype == tl.float16:
+        total = tl.dot(z, b.to(tl.float32), total, input_precision="tf32x3")  # a float16 is a tf32
+    else:
+        total = tl.dot(z, b, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _delta(  # type: ignore[no-untyped-def]
+    parts, b_rows, item_begin, item_end, m, chunk, inside, d_mask, part_stride,
+    DTYPE: tl.constexpr, PARTS: tl.constexpr, MOST_CHUNKS: tl.constexpr, NUM: tl.constexpr, RANK_TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of tokens of one request x one module x a block of outputs inside one chunk.
+    """What the items of a tile add to a block of outputs of module m: (BLOCK_T, BLOCK_D) in float32."""
+    lanes = tl.arange(0, BLOCK_T)
+    k = tl.arange(0, BLOCK_R)
+    total = tl.full((BLOCK_T, BLOCK_D), 0.0, dtype=tl.float32)
+    for first_item in range(item_begin, item_end, BLOCK_R // RANK_TILE):
+        item = first_item + k // RANK_TILE
+        cell = (item * NUM + m).to(tl.int64)
+        address = tl.load(b_rows + (cell * MOST_CHUNKS + chunk) * RANK_TILE + k % RANK_TILE, mask=item < item_end, other=0)
+        rows = address.to(tl.pointer_type(DTYPE))
+        if ALIGNED:
+            rows = tl.multiple_of(rows, 16)
+        exists = address != 0
+        b_tile = tl.load(rows[:, None] + inside[None, :], mask=exists[:, None] & d_mask[None, :], other=0.0)
+        z_cells = parts + (cell * (BLOCK_T * RANK_TILE) + k % RANK_TILE)[None, :] + lanes[:, None] * RANK_TILE
+        for part in tl.static_range(PARTS):
+            z_tile = tl.load(z_cells + part * part_stride, mask=exists[None, :], other=0.0)
+            total = _dot(z_tile, b_tile, total, UPCAST)
+    return total
 
-    All members are added up in registers, in CSR order; y is read once and written once.
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _expand_kernel(  # type: ignore[no-untyped-def]
+    parts, b_rows, y, activated, order, item_indptr, num_tokens, y_stride, part_stride,
+    W: tl.constexpr, PARTS: tl.constexpr, MOST_CHUNKS: tl.constexpr, OUTPUT_OFFSETS: tl.constexpr, OUTPUT_WIDTHS: tl.constexpr,
+    FIRST_BLOCKS: tl.constexpr, ACTIVATE: tl.constexpr, RANK_TILE: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of outputs of one module, inside one chunk of W, x a tile of tokens.
+
+    All items of the tile are added up in registers, BLOCK_R ranks at a time; y is read once and written once. With
+    ACTIVATE the block is one of the gate and the same one of up, and silu(gate) * up is written instead.
     """
-    NUM: tl.constexpr = len(MODULES)
-    BLOCKS: tl.constexpr = (W + BLOCK_D - 1) // BLOCK_D
-    tile = tl.program_id(0)
-    chunk = tl.program_id(1) // BLOCKS
-    begin = tl.program_id(1) % BLOCKS * BLOCK_D
-    m = tl.program_id(2)
+    NUM: tl.constexpr = len(OUTPUT_WIDTHS)
+    BLOCKS: tl.constexpr = (W + BLOCK_D - 1) // BLOCK_D  # per chunk
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    tile = tl.program_id(1)
+    item_begin = tl.load(item_indptr + tile)
+    item_end = tl.load(item_indptr + tile + 1)
+    if not ACTIVATE:
+        if item_begin >= item_end:
+            return
 
-    module = 0
-    output_offset = 0
-    output_width = 0
-    for i in tl.static_range(NUM):
-        module = tl.where(m == i, MODULES[i], module)
-        output_offset = tl.where(m == i, OUTPUT_OFFSETS[i], output_offset)
-        output_width = tl.where(m == i, OUTPUT_WIDTHS[i], output_width)
-    if chunk * W + begin >= output_width:
-        return
-    req = tl.load(tile_req + tile)
-    if req < 0:
-        return
-    pair_begin = tl.load(pair_indptr + req)
-    pair_end = tl.load(pair_indptr + req + 1)
-    if pair_begin >= pair_end:
-        return
-
-    tokens = tl.load(tile_start + tile) + tl.arange(0, BLOCK_T)
-    token_mask = tokens < tl.load(seg_indptr + req + 1)
-    inside = begin + tl.arange(0, BLOCK_D)
+    block = tl.program_id(0)
+    m = 0
+    first_block = 0
+    output_offset = OUTPUT_OFFSETS[0]
+    output_width = OUTPUT_WIDTHS[0]
+    if not ACTIVATE:
+        for i in tl.static_range(1, NUM):
+            here = block >= FIRST_BLOCKS[i]
+            m = tl.where(here, i, m)
+            first_block = tl.where(here, FIRST_BLOCKS[i], first_block)
+            output_offset = tl.where(here, OUTPUT_OFFSETS[i], output_offset)
+            output_width = tl.where(here, OUTPUT_WIDTHS[i], output_width)
+    block -= first_block
+    chunk = block // BLOCKS
+    inside = block % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
     d = chunk * W + inside
     d_mask = (inside < W) & (d < output_width)
-    chunks = (output_width + W - 1) // W
-    z_rows = z + tokens.to(tl.int64) * (J * NUM * R) + m * R
 
-    touched = 0
-    total = tl.full((BLOCK_T, BLOCK_D), 0.0, dtype=tl.float32)
-    for pair in range(pair_begin, pair_end):
-        adapter = tl.load(pair_adapter + pair).to(tl.int64)
-        entry = adapter * record_stride + layer * TABLE_MODULES + module
-        module_rank = tl.load(rank + entry)
-        touched += module_rank
-        adapter_slots = slots + tl.load(first_slot + adapter * record_stride)
-        n = tl.load(slot_count + adapter * record_stride)
-        factor = tl.load(pair_weight + pair) * tl.load(scaling + entry)
-        first_row = tl.load(row_start + entry) + module_rank * A_CHUNKS + chunk
-        z_pair = z_rows + (pair - pair_begin) * (NUM * R)
-        for rank_begin in range(0, module_rank, BLOCK_R):
-            ranks = rank_begin + tl.arange(0, BLOCK_R)
-            rank_mask = ranks < module_rank
-            z_tile = tl.load(z_pair[:, None] + ranks[None, :], mask=token_mask[:, None] & rank_mask[None, :], other=0.0)
-            b_rows = row_addresses(
-                first_row + ranks * chunks, rank_mask, pointers, adapter_slots, n, W, y.dtype.element_ty, ALIGNED
-            )
-            b_tile = tl.load(b_rows[:, None] + inside[None, :], mask=rank_mask[:, None] & d_mask[None, :], other=0.0)
-            total = tl.dot(z_tile * factor, b_tile.to(tl.float32), total, input_precision="ieee")
-
-    if touched > 0:  # adding zero would turn -0 into 0: outputs that no adapter reaches keep their bits
-        outputs = y + tokens.to(tl.int64)[:, None] * y_stride + output_offset + d[None, :]
-        mask = token_mask[:, None] & d_mask[None, :]
-        base = tl.load(outputs, mask=mask, other=0.0).to(tl.float32)
-        tl.store(outputs, (base + total).to(y.dtype.element_ty), mask=mask)
+    tokens = tl.load(order + tile * BLOCK_T + tl.arange(0, BLOCK_T))
+    outputs = y + tokens.to(tl.int64)[:, None] * y_stride + output_offset + d[None, :]
+    mask = (tokens < num_tokens)[:, None] & d_mask[None, :]
+    base = tl.load(outputs, mask=mask, other=0.0)
+    total = _delta(
+        parts, b_rows, item_begin, item_end, m, chunk, inside, d_mask, part_stride, DTYPE, PARTS, MOST_CHUNKS, NUM, RANK_TILE,
+        BLOCK_T, BLOCK_R, BLOCK_D, ALIGNED, UPCAST,
+    )  # fmt: skip
+    if ACTIVATE:
+        gate = add_and_round(base, total)
+        base = tl.load(outputs + OUTPUT_OFFSETS[1], mask=mask, other=0.0)
+        total = _delta(
+            parts, b_rows, item_begin, item_end, m + 1, chunk, inside, d_mask, part_stride, DTYPE, PARTS, MOST_CHUNKS, NUM,
+            RANK_TILE, BLOCK_T, BLOCK_R, BLOCK_D, ALIGNED, UPCAST,
+        )  # fmt: skip
+        cells = activated + tokens.to(tl.int64)[:, None] * OUTPUT_WIDTHS[0] + d[None, :]
+        tl.store(cells, activate(gate, add_and_round(base, total)), mask=mask)
+    else:
+        tl.store(outputs, add_and_round(base, total), mask=mask)
 
 
 def expand(
-    z: torch.Tensor, y: torch.Tensor, table: AdapterTable, pool: PoolView, pairs: Pairs, layer: int,
-    modules: tuple[int, ...], output_offsets: tuple[int, ...], output_widths: tuple[int, ...], *, d_in: int,
+    parts: torch.Tensor, b_rows: torch.Tensor, y: torch.Tensor, activated: torch.Tensor | None, pool: PoolView, pairs: Pairs,
+    output_offsets: tuple[int, ...], output_widths: tuple[int, ...],
 ) -> None:  # fmt: skip
-    """Add w_j s_j z[t, j, m] B over a token's members j to y[t, output m], rounding once. See lora.expand."""
-    if pairs.num_tiles == 0:
+    """Add z B over a tile's items to y[t, output m], rounding once. See lora.expand."""
+    if pairs.launch_items == 0 and activated is None:
         return
-    block = block_width(pool.width, LARGEST_BLOCK_D)
-    blocks = triton.cdiv(max(output_widths), pool.width) * triton.cdiv(pool.width, block)
-    grid = (pairs.num_tiles, blocks, len(modules))
+    config = dispatch.choose(y.shape[0], y.device)
+    block = block_width(pool.width, config.expand_block_d)
+    blocks = [triton.cdiv(width, pool.width) * triton.cdiv(pool.width, block) for width in output_widths]
+    first_blocks = tuple(sum(blocks[:i]) for i in range(len(blocks)))
+    grid = (sum(blocks) if activated is None else blocks[0], triton.cdiv(y.shape[0], pairs.block_t))
     _expand_kernel[grid](
-        z, y, pool.pointers, table.slots, table.first_slot, table.slot_count, table.row_start, table.rank,
-        table.scaling, pairs.seg_indptr, pairs.pair_indptr, pairs.pair_adapter, pairs.pair_weight, pairs.tile_req,
-        pairs.tile_start, layer, y.stride(0), table.record_stride,
-        A_CHUNKS=triton.cdiv(d_in, pool.width), W=pool.width, J=pairs.max_members, R=table.padded_rank,
-        MODULES=modules, OUTPUT_OFFSETS=output_offsets, OUTPUT_WIDTHS=output_widths, TABLE_MODULES=NUM_MODULES,
-        BLOCK_T=BLOCK_T, BLOCK_R=RANK_TILE, BLOCK_D=block, ALIGNED=pool.aligned,
-        num_warps=NUM_WARPS,
+        parts, b_rows, y, activated, pairs.order, pairs.item_indptr, y.shape[0], y.stride(0), parts.stride(0),
+        W=pool.width, PARTS=parts.shape[0], MOST_CHUNKS=b_rows.shape[2],
+        OUTPUT_OFFSETS=output_offsets, OUTPUT_WIDTHS=output_widths, FIRST_BLOCKS=first_blocks,
+        ACTIVATE=activated is not None, RANK_TILE=RANK_TILE, BLOCK_T=pairs.block_t, BLOCK_R=config.expand_items * RANK_TILE,
+        BLOCK_D=block, ALIGNED=pool.aligned, UPCAST=upcasts(pool),
+        num_warps=config.expand_warps, num_stages=config.expand_stages,
     )  # fmt: skip

@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module
-from types import ModuleType
+from dataclasses import dataclass
 
 import torch
 
-from sglang_lora_tree.kernels import reference
+from sglang_lora_tree.kernels import dispatch, reference
 from sglang_lora_tree.kernels.pairs import Pairs
 from sglang_lora_tree.kernels.pool import PoolView
 from sglang_lora_tree.kernels.table import NUM_MODULES, AdapterTable
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """What `shrink` leaves for `expand`: the small products, and where to go on.
+
+    Attributes
+    ----------
+    z : Tensor
+        By Triton (P, items, M, lanes, RANK_TILE), by item as `Pairs` lists them, in P parts (locate.py); by plain torch float32
+        (T, J, M, R) with J = pairs.max_members, R = table.max_rank, undefined where an adapter lacks the module or the rank.
+    b_rows : Tensor or None
+        int64 (items, M, chunks, RANK_TILE): addresses of B's rows, 0 = none (locate.py). None by plain torch.
+    layer, modules, d_in, output_widths
+        Of the `shrink`.
+    """
+
+    z: torch.Tensor
+    b_rows: torch.Tensor | None
+    layer: int
+    modules: tuple[int, ...]
+    d_in: int
+    output_widths: tuple[int, ...]
 
 
 def shrink(
@@ -21,13 +43,13 @@ def shrink(
     pairs: Pairs,
     layer: int,
     modules: tuple[int, ...],
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Multiply every token with the A matrices of its mix's members.
+    output_widths: tuple[int, ...],
+) -> Shrunk:
+    """Multiply every token with the A matrices of its mix's members, their weights and scalings: z = w s x A^T.
 
-    z[t, j, m, r] = sum_k x[t, k] A[r, k] with A of layer `layer`, module modules[m] and the j-th member of t's mix.
-    Neither weight nor scaling is in z, so under tensor parallelism z of a row-parallel layer is summed over the ranks
-    between `shrink` and `expand`.
+    Needs nothing of the base model's output, so it can run beside its product on a stream of its own. Under tensor
+    parallelism x and A of a row-parallel layer are this rank's part, and so is z: `expand` it into this rank's part of y,
+    before y is summed over the ranks.
 
     Parameters
     ----------
@@ -38,66 +60,94 @@ def shrink(
     layer : int
     modules : tuple of int
         Which of the MODULES read this x, e.g. (0, 1, 2) for q, k and v.
-    out : Tensor, optional
-        Where to write z instead of into a new tensor.
+    output_widths : tuple of int
+        (len(modules),): the modules' d_out.
+    """
+    _check_operand("x", x, pool, pairs)
+    assert 0 <= layer < table.num_layers, f"layer {layer} is outside range({table.num_layers})"
+    assert modules and all(0 <= module < NUM_MODULES for module in modules), f"no such modules: {modules}"
+    assert len(output_widths) == len(modules), f"{len(modules)} modules, but widths {output_widths}"
+    assert pool.num_layers == table.num_layers, f"the pool has {pool.num_layers} layers, the table {table.num_layers}"
+    b_rows: torch.Tensor | None = None
+    if uses_triton(x.device):
+        # Imported on first use: a CPU build of torch may come without Triton.
+        from sglang_lora_tree.kernels.locate import locate
+        from sglang_lora_tree.kernels.shrink import shrink as shrink_triton
+
+        z, b_rows = locate(
+            shrink_triton(x, table, pool, pairs, layer, modules), table, pool, pairs, layer, modules, output_widths, x.shape[1]
+        )
+    else:
+        z = reference.shrink(x, table, pool, pairs, layer, modules)
+    return Shrunk(z, b_rows, layer, modules, x.shape[1], output_widths)
+
+
+def expand(
+    shrunk: Shrunk, y: torch.Tensor, table: AdapterTable, pool: PoolView, pairs: Pairs, output_offsets: tuple[int, ...]
+) -> None:
+    """Add the members' contributions to the base model's output, in place.
+
+    y[t, o_m : o_m + width_m] += z B summed over t's members, added up in float32, then rounded once. Outputs that no
+    member reaches keep their bits.
+
+    Parameters
+    ----------
+    shrunk : Shrunk
+        Of the layer's input.
+    y : Tensor
+        (T, D), the pool's dtype, contiguous rows.
+    table, pool, pairs
+        As in `shrink`.
+    output_offsets : tuple of int
+        (len(modules),): where each module's columns of y start.
+    """
+    _check_operand("y", y, pool, pairs)
+    assert len(output_offsets) == len(shrunk.modules), f"{len(shrunk.modules)} modules, but offsets {output_offsets}"
+    for offset, width in zip(output_offsets, shrunk.output_widths, strict=True):
+        assert 0 <= offset and width > 0 and offset + width <= y.shape[1], (
+            f"output columns {offset}..{offset + width} are outside y of {y.shape[1]} columns"
+        )
+    if shrunk.b_rows is None:
+        reference.expand(
+            shrunk.z, y, table, pool, pairs, shrunk.layer, shrunk.modules, output_offsets, shrunk.output_widths, shrunk.d_in
+        )
+        return
+    from sglang_lora_tree.kernels.expand import expand as expand_triton
+
+    expand_triton(shrunk.z, shrunk.b_rows, y, None, pool, pairs, output_offsets, shrunk.output_widths)
+
+
+def expand_and_activate(
+    shrunk: Shrunk, y: torch.Tensor, table: AdapterTable, pool: PoolView, pairs: Pairs
+) -> torch.Tensor:
+    """silu(gate) * up of the output with the members' contributions, in one pass over it.
+
+    The same as `expand`, then SGLang's SiluAndMul, but y (T, 2 d), gate then up, is read once and not written: for many
+    tokens that saves most of the bytes that LoRA moves. gate and up are rounded to y's dtype in between.
+
+    Parameters
+    ----------
+    shrunk, y, table, pool, pairs
+        As in `expand`; two modules whose outputs are y's halves.
 
     Returns
     -------
     Tensor
-        z, float32 (T, J, len(modules), R): J = pairs.max_members, R = table.padded_rank. Written where there is
-        something to write: tokens with members, j below their number, r below the module's rank. Elsewhere undefined.
-    """
-    _check_operand("x", x, pool, pairs)
-    _check_modules(table, pool, layer, modules)
-    shape = (x.shape[0], pairs.max_members, len(modules), table.padded_rank)
-    z = torch.empty(shape, dtype=torch.float32, device=x.device) if out is None else out
-    _check_z(z, shape)
-    _backend("shrink", x).shrink(x, z, table, pool, pairs, layer, modules)
-    return z
-
-
-def expand(
-    z: torch.Tensor,
-    y: torch.Tensor,
-    table: AdapterTable,
-    pool: PoolView,
-    pairs: Pairs,
-    layer: int,
-    modules: tuple[int, ...],
-    output_offsets: tuple[int, ...],
-    output_widths: tuple[int, ...],
-    *,
-    d_in: int,
-) -> None:
-    """Add the members' contributions to the base model's output, in place.
-
-    y[t, o_m : o_m + width_m] += sum_j w_j s_jm sum_r z[t, j, m, r] B[r, :], added up in float32 over all members in
-    their order, then rounded once. Outputs that no member reaches keep their bits.
-
-    Parameters
-    ----------
-    z : Tensor
-        As `shrink` returns it.
-    y : Tensor
-        (T, D), the pool's dtype, contiguous rows.
-    table, pool, pairs, layer, modules
-        As in `shrink`.
-    output_offsets, output_widths : tuple of int
-        (len(modules),): the columns of y that each module's output takes. The widths are the modules' d_out.
-    d_in : int
-        x.shape[1] of `shrink`: B's rows lie behind A's, whose number depends on it.
+        (T, d), y's dtype.
     """
     _check_operand("y", y, pool, pairs)
-    _check_modules(table, pool, layer, modules)
-    _check_z(z, (y.shape[0], pairs.max_members, len(modules), table.padded_rank))
-    assert len(output_offsets) == len(output_widths) == len(modules), "one output offset and width per module"
-    for offset, width in zip(output_offsets, output_widths, strict=True):
-        assert 0 <= offset and width > 0 and offset + width <= y.shape[1], (
-            f"output columns {offset}..{offset + width} are outside y of {y.shape[1]} columns"
-        )
-    _backend("expand", y).expand(
-        z, y, table, pool, pairs, layer, modules, output_offsets, output_widths, d_in=d_in
-    )
+    width = y.shape[1] // 2
+    assert shrunk.output_widths == (width, width), f"gate and up are y's halves, not {shrunk.output_widths}"
+    if shrunk.b_rows is None:
+        y = y.clone()
+        expand(shrunk, y, table, pool, pairs, (0, width))
+        gate, up = y[:, :width].float(), y[:, width:].float()
+        return (torch.nn.functional.silu(gate) * up).to(y.dtype)
+    from sglang_lora_tree.kernels.expand import expand as expand_triton
+
+    activated = torch.empty(y.shape[0], width, dtype=y.dtype, device=y.device)
+    expand_triton(shrunk.z, shrunk.b_rows, y, activated, pool, pairs, (0, width), (width, width))
+    return activated
 
 
 def add_lora(
@@ -115,8 +165,7 @@ def add_lora(
 
     `shrink`, then `expand`; see there.
     """
-    z = shrink(x, table, pool, pairs, layer, modules)
-    expand(z, y, table, pool, pairs, layer, modules, output_offsets, output_widths, d_in=x.shape[1])
+    expand(shrink(x, table, pool, pairs, layer, modules, output_widths), y, table, pool, pairs, output_offsets)
 
 
 def uses_triton(device: torch.device) -> bool:
@@ -124,24 +173,14 @@ def uses_triton(device: torch.device) -> bool:
     return device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _backend(name: str, operand: torch.Tensor) -> ModuleType:
-    # Imported on first use: a CPU build of torch may come without Triton.
-    return import_module(f"sglang_lora_tree.kernels.{name}") if uses_triton(operand.device) else reference
+def overlaps(x: torch.Tensor) -> bool:
+    """Whether `shrink` of this x should run on a stream of its own, beside the base model's product."""
+    return x.is_cuda and dispatch.choose(x.shape[0], x.device).overlap
 
 
 def _check_operand(name: str, operand: torch.Tensor, pool: PoolView, pairs: Pairs) -> None:
     assert operand.dim() == 2 and operand.stride(1) == 1, f"{name} must be (T, d) with contiguous rows"
     assert operand.dtype == pool.dtype, f"{name} is {operand.dtype}, the adapters in the pool are {pool.dtype}"
-    assert operand.shape[0] >= pairs.num_tokens, f"{name} has {operand.shape[0]} of the {pairs.num_tokens} tokens"
-
-
-def _check_modules(table: AdapterTable, pool: PoolView, layer: int, modules: tuple[int, ...]) -> None:
-    assert 0 <= layer < table.num_layers, f"layer {layer} is outside range({table.num_layers})"
-    assert modules and all(0 <= module < NUM_MODULES for module in modules), f"no such modules: {modules}"
-    assert pool.num_layers == table.num_layers, f"the pool has {pool.num_layers} layers, the table {table.num_layers}"
-
-
-def _check_z(z: torch.Tensor, shape: tuple[int, ...]) -> None:
-    assert tuple(z.shape) == shape and z.dtype == torch.float32 and z.is_contiguous(), (
-        f"z must be contiguous float32 {shape}, got {z.dtype} {tuple(z.shape)}"
+    assert pairs.num_tokens <= operand.shape[0] <= pairs.max_tokens, (
+        f"{name} has {operand.shape[0]} tokens, the batch {pairs.num_tokens}, allocated are {pairs.max_tokens}"
     )

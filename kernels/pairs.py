@@ -1,4 +1,4 @@
-"""The batch as the kernels see it: which tokens belong to which request, and which adapters each request mixes."""
+"""The batch as the kernels see it: tiles of tokens, and for every tile the adapters that its tokens use."""
 
 from __future__ import annotations
 
@@ -10,102 +10,127 @@ import numpy as np
 import torch
 
 from sglang_lora_tree.kernels.staging import upload
+from sglang_lora_tree.kernels.table import RANK_TILE, AdapterTable
 
-BLOCK_T = 16
-"""Tokens per tile. The same for prefill and decode: one shape, one order of additions, the same bits."""
+ITEM_HEADER = 4
+"""Numbers of an item before those of its lanes."""
+ALIGNED_ITEMS = 4
+"""Kernels take up to this many items at once, from the tile's first on; no adapter's items straddle such a step."""
 
 Members = Sequence[tuple[int, float]]
-"""One request's mix: (adapter index, weight) pairs, in the order in which they are added."""
+"""One request's mix: (adapter index, weight) pairs."""
 
 
 class Pairs:
-    """Requests, their tokens and their (adapter, weight) pairs, in device tensors changed only in place.
+    """Requests, their tokens and their (adapter, weight) pairs, reordered so that an adapter is read once per tile.
 
-    Request i owns tokens [seg_indptr[i], seg_indptr[i + 1]) and pairs [pair_indptr[i], pair_indptr[i + 1]). A request
-    without pairs is a base-model request: kernels do not touch its tokens. The tokens are cut into tiles of at most
-    BLOCK_T tokens of one request.
+    The batch's tokens are ordered by adapter and cut into tiles of `block_t` lanes, whatever requests they belong to. A
+    tile has a list of items; an item is one tile of ranks of one adapter that some lane uses, with the lanes' weights, 0 for
+    lanes that do not use the adapter (DyMerge-LoRA 4.3, for slots: many requests to many adapters, without a copy of any
+    weight).
+
+    A tile's items are sorted by number of rank tiles, then by adapter index, so a token's members are added up in an
+    order that does not depend on the other tokens.
 
     Attributes
     ----------
-    seg_indptr, pair_indptr : Tensor
-        int32 (max_bs + 1,); entries past the last request repeat the total.
-    pair_adapter : Tensor
-        int32 (max_bs * max_members,).
-    pair_weight : Tensor
-        float32 (max_bs * max_members,).
-    tile_req, tile_start : Tensor
-        int32 (max_tiles,): a tile's request (-1 = no tile) and first token.
+    order : Tensor
+        int32 (max_tiles * block_t,): lane -> token; lanes after the batch's last have the tokens after its last.
+    item_indptr : Tensor
+        int32 (max_tiles + 1,): the items of tile i are [item_indptr[i], item_indptr[i + 1]).
+    items : Tensor
+        int32 (max_items, ITEM_HEADER + block_t): adapter index (-1 = padding), first rank, two unused; then the lanes'
+        weights (float32 bits).
+    num_items : int
+        How many items z must have room for: of the last `update`, or of any with `for_graphs`.
     bs, num_tokens, num_pairs : int
         Of the last `update`.
-    num_tiles : int
-        Of the last `update`: how many tiles the kernels are launched for.
+    launch_items : int
+        The most items that kernels must expect in a tile: of the last `update`, or of any with `for_graphs`.
     """
 
-    def __init__(self, max_bs: int, max_tokens: int, max_members: int, device: torch.device | str) -> None:
+    def __init__(
+        self, table: AdapterTable, max_bs: int, max_tokens: int, max_members: int, block_t: int, for_graphs: bool
+    ) -> None:
         assert max_bs > 0 and max_tokens > 0 and max_members > 0, "an empty batch shape is of no use"
+        assert block_t >= 16 and block_t & (block_t - 1) == 0, f"a tile has 16, 32, 64 ... lanes, not {block_t}"
+        self.table = table
         self.max_bs = max_bs
         self.max_tokens = max_tokens
         self.max_members = max_members
-        self.max_tiles = self.bound_tiles(max_bs, max_tokens)
-        self.device = torch.device(device)
+        self.block_t = block_t
+        self.for_graphs = for_graphs
+        self.max_tiles = -(-max_tokens // block_t)
+        # A request meets at most as many tiles as it has tokens, and only its first and last tile can have others in it.
+        meetings = min(max_tokens, self.max_tiles + max_bs)
+        self.max_items = meetings * max_members * int(_pad_rank_tiles(np.array([table.padded_rank // RANK_TILE]))[0])
+        self.item_stride = ITEM_HEADER + block_t
 
-        lengths = {
-            "seg_indptr": max_bs + 1,
-            "pair_indptr": max_bs + 1,
-            "pair_adapter": max_bs * max_members,
-            "pair_weight": max_bs * max_members,
-            "tile_req": self.max_tiles,
-            "tile_start": self.max_tiles,
-        }
-        # One buffer, so that a batch is one copy; fields start at multiples of 16 bytes for the kernels' loads.
-        starts = np.cumsum([0] + [-(-length // 4) * 4 for length in lengths.values()])
-        self._host = np.zeros(starts[-1], dtype=np.int32)
-        self._device = torch.zeros(int(starts[-1]), dtype=torch.int32, device=self.device)
-        fields = {name: slice(start, start + lengths[name]) for name, start in zip(lengths, starts, strict=False)}
-        self._host_fields = {name: self._host[field] for name, field in fields.items()}
-        self.seg_indptr = self._device[fields["seg_indptr"]]
-        self.pair_indptr = self._device[fields["pair_indptr"]]
-        self.pair_adapter = self._device[fields["pair_adapter"]]
-        self.pair_weight = self._device[fields["pair_weight"]].view(torch.float32)
-        self.tile_req = self._device[fields["tile_req"]]
-        self.tile_start = self._device[fields["tile_start"]]
+        # One buffer with the items last, so that a batch is one copy of as much as it uses.
+        order_length = self.max_tiles * block_t
+        items_start = -(-(order_length + self.max_tiles + 1) // 4) * 4
+        self._host = np.zeros(items_start + self.max_items * self.item_stride, dtype=np.int32)
+        self._device = torch.zeros(len(self._host), dtype=torch.int32, device=table.device)
+        self._items_start = items_start
+        self._host_order = self._host[:order_length]
+        self._host_indptr = self._host[order_length : order_length + self.max_tiles + 1]
+        self._host_items = self._host[items_start:].reshape(self.max_items, self.item_stride)
+        self.order = self._device[:order_length]
+        self.item_indptr = self._device[order_length : order_length + self.max_tiles + 1]
+        self.items = self._device[items_start:].view(self.max_items, self.item_stride)
+        self._last: tuple[object, ...] | None = None
         self.update((), ())
 
     @classmethod
-    def allocate(cls, max_bs: int, max_tokens: int, max_members: int, device: torch.device | str) -> Pairs:
-        """Allocate for batches of up to `max_bs` requests, `max_tokens` tokens, `max_members` pairs per request."""
-        return cls(max_bs, max_tokens, max_members, device)
+    def allocate(
+        cls,
+        table: AdapterTable,
+        max_bs: int,
+        max_tokens: int,
+        max_members: int,
+        block_t: int = 16,
+        for_graphs: bool = False,
+    ) -> Pairs:
+        """Allocate for batches of up to `max_bs` requests, `max_tokens` tokens, `max_members` pairs per request.
 
-    def update(
-        self, seg_lens: Sequence[int], members: Sequence[Members], num_tiles: int | None = None
-    ) -> None:
+        Parameters
+        ----------
+        table : AdapterTable
+            What the adapter indices mean: its ranks decide how many items an adapter makes.
+        block_t : int
+            Lanes per tile, a power of two from 16 on: few for decode, many for prefill (`dispatch.choose`).
+        for_graphs : bool
+            Kernels are launched for any batch of this shape, so that a CUDA graph serves every one.
+        """
+        return cls(table, max_bs, max_tokens, max_members, block_t, for_graphs)
+
+    def update(self, seg_lens: Sequence[int], members: Sequence[Members]) -> None:
         """Describe the next batch: one copy to the device, on the current stream, without synchronisation.
 
-        Not to be called while a CUDA graph is being captured; before the capture and before each replay.
+        Not to be called while a CUDA graph is being captured; before the capture and before each replay. A batch that
+        equals the last one costs a comparison.
 
         Parameters
         ----------
         seg_lens : sequence of int
-            (bs,): each request's tokens, in the batch's order; 0 is fine. A decode graph's padding counts as requests
-            of one token without members.
+            (bs,): each request's tokens, in the batch's order; 0 is fine.
         members : sequence of sequence of (int, float)
-            (bs,): each request's mix. The weights are rounded to float32.
-        num_tiles : int, optional
-            Launch this many tiles (at least as many as the batch has; those to spare do nothing). For CUDA graphs with
-            more than one token per request: the grid of the capture, so that one graph serves every cut into requests
-            (`bound_tiles`). Default: as many as the batch has, for decode the number of requests.
+            (bs,): each request's mix. The weights are rounded to float32; an adapter that comes twice counts once, with
+            the sum of its weights.
 
         Raises
         ------
         ValueError
             If the batch is larger than what was allocated.
         """
+        batch = (list(seg_lens), list(members), self.table.version)
+        if batch == self._last:
+            return
         bs = len(seg_lens)
         assert len(members) == bs, f"{bs} segment lengths but {len(members)} member lists"
-        flat = list(chain.from_iterable(members))
-        counts = np.fromiter(map(len, members), dtype=np.int32, count=bs)
-        lens = np.fromiter(seg_lens, dtype=np.int32, count=bs)
-        num_tokens = int(lens.sum())
+        lens = np.fromiter(seg_lens, dtype=np.int64, count=bs)
+        counts = np.fromiter(map(len, members), dtype=np.int64, count=bs)
+        num_tokens, num_pairs = int(lens.sum()), int(counts.sum())
         for name, value, limit in (
             ("requests", bs, self.max_bs),
             ("tokens", num_tokens, self.max_tokens),
@@ -113,55 +138,104 @@ class Pairs:
         ):
             if value > limit:
                 raise ValueError(f"a batch of {value} {name} is above the {limit} that were allocated")
+        flat = np.fromiter(chain.from_iterable(chain.from_iterable(members)), dtype=np.float64, count=2 * num_pairs)
+        adapters, weights = flat[0::2].astype(np.int64), flat[1::2]
 
-        host = self._host_fields
-        _write_indptr(host["seg_indptr"], lens)
-        _write_indptr(host["pair_indptr"], counts)
-        if flat:
-            adapters, weights = zip(*flat, strict=True)
-            host["pair_adapter"][: len(flat)] = adapters
-            host["pair_weight"].view(np.float32)[: len(flat)] = weights
-
-        tiles_per_req = -(-lens // BLOCK_T)
-        used = int(tiles_per_req.sum())
-        assert used <= self.max_tiles, "the bound on tiles is wrong"
-        tile_req = np.repeat(np.arange(bs, dtype=np.int32), tiles_per_req)
-        first_tile = np.cumsum(tiles_per_req) - tiles_per_req
-        host["tile_req"][:used] = tile_req
-        host["tile_req"][used:] = -1
-        host["tile_start"][:used] = host["seg_indptr"][tile_req] + BLOCK_T * (np.arange(used) - first_tile[tile_req])
-
-        self.num_tiles = used if num_tiles is None else num_tiles
-        assert used <= self.num_tiles <= self.max_tiles, f"{used} tiles do not fit a grid of {num_tiles}"
-        self.bs, self.num_tokens, self.num_pairs = bs, num_tokens, len(flat)
+        self.bs, self.num_tokens, self.num_pairs = bs, num_tokens, num_pairs
+        self._last = batch
         self.__dict__.pop("groups", None)
-        upload(self._device, torch.from_numpy(self._host))
+        num_items = self._write(lens, counts, adapters, weights)
+        self.num_items = self.max_items if self.for_graphs else num_items
+        self.launch_items = self.max_items if self.for_graphs else int(np.diff(self._host_indptr).max())
+        used = self._items_start + num_items * self.item_stride
+        upload(self._device[:used], torch.from_numpy(self._host[:used]))
 
-    @staticmethod
-    def bound_tiles(bs: int, num_tokens: int) -> int:
-        """The most tiles that `num_tokens` tokens of `bs` requests can make: a grid for every such batch."""
-        starts = min(bs, num_tokens)  # every request that has tokens starts a tile, full tiles or not
-        return starts + (num_tokens - starts) // BLOCK_T
+    def _write(self, lens: np.ndarray, counts: np.ndarray, adapters: np.ndarray, weights: np.ndarray) -> int:
+        """Fill the host's side; return the number of items."""
+        block_t, bs = self.block_t, len(lens)
+        # Requests by their first adapter, those of the base model last: tiles then have few adapters each.
+        pair_start = np.cumsum(counts) - counts
+        first_adapter = np.full(bs, self.table.capacity)
+        has_members = counts > 0
+        first_adapter[has_members] = adapters[pair_start[has_members]]
+        by_adapter = np.argsort(first_adapter, kind="stable")
+        ordered_lens = lens[by_adapter]
+        ordered_stop = np.cumsum(ordered_lens)
+        token_start = (np.cumsum(lens) - lens)[by_adapter]
+        num_tokens = self.num_tokens
+        shift = np.repeat(token_start - (ordered_stop - ordered_lens), ordered_lens)
+        self._host_order[:num_tokens] = np.arange(num_tokens) + shift
+        self._host_order[num_tokens:] = np.arange(num_tokens, len(self._host_order))
+
+        # Meetings: a request and a tile that has some of its tokens. Then every member of the request, in that tile.
+        start, stop = np.empty(bs, np.int64), np.empty(bs, np.int64)  # lanes of the whole batch
+        stop[by_adapter] = ordered_stop
+        start[by_adapter] = ordered_stop - ordered_lens
+        met = np.flatnonzero(has_members & (lens > 0))
+        first_tile = start[met] // block_t
+        num_meetings = (stop[met] - 1) // block_t - first_tile + 1
+        req = np.repeat(met, num_meetings)
+        tile = np.repeat(first_tile, num_meetings) + _count_up(num_meetings)
+        req_counts = counts[req]
+        member = _count_up(req_counts)
+        tile, req = np.repeat(tile, req_counts), np.repeat(req, req_counts)
+        pair = pair_start[req] + member
+        adapter = adapters[pair]
+
+        # Groups: an adapter in a tile. Items: a tile of ranks of a group.
+        rank_tiles = -(-self.table.largest_rank // RANK_TILE)
+        padded_tiles = _pad_rank_tiles(rank_tiles)
+        most = int(padded_tiles.max(initial=0)) + 1
+        key = (tile * most + (most - 1 - padded_tiles[adapter])) * self.table.capacity + adapter
+        groups, group_of = np.unique(key, return_inverse=True)
+        group_adapter = groups % self.table.capacity
+        group_tile = groups // self.table.capacity // most
+        group_items = padded_tiles[group_adapter]
+        num_items = int(group_items.sum())
+        assert num_items <= self.max_items, "the bound on items is wrong"
+        self._host_indptr[1:] = np.cumsum(np.bincount(group_tile, weights=group_items, minlength=self.max_tiles))
+
+        lane_weights = np.zeros((len(groups), block_t), dtype=np.float64)
+        low = np.maximum(start[req] - tile * block_t, 0)
+        num_lanes = np.minimum(stop[req] - tile * block_t, block_t) - low
+        met_by = np.repeat(np.arange(len(tile)), num_lanes)
+        lane = low[met_by] + _count_up(num_lanes)
+        np.add.at(lane_weights, (group_of[met_by], lane), weights[pair[met_by]])
+
+        group = np.repeat(np.arange(len(groups)), group_items)
+        rank_tile = _count_up(group_items)
+        items = self._host_items[:num_items]
+        exists = rank_tile < rank_tiles[group_adapter[group]]
+        items[:, 0] = np.where(exists, group_adapter[group], -1)
+        items[:, 1] = rank_tile * RANK_TILE
+        items[:, ITEM_HEADER:] = lane_weights.astype(np.float32).view(np.int32)[group]
+        self._mixes = (lens, counts, adapters, weights.astype(np.float32))
+        return num_items
 
     @cached_property
     def groups(self) -> dict[tuple[tuple[int, float], ...], torch.Tensor]:
-        """Token numbers (int64, CPU) by mix, from the host's copy: what the plain-torch path walks over."""
-        host = self._host_fields
-        seg_indptr = host["seg_indptr"][: self.bs + 1].tolist()
-        pair_indptr = host["pair_indptr"][: self.bs + 1].tolist()
-        adapters = host["pair_adapter"][: self.num_pairs].tolist()
-        weights = host["pair_weight"].view(np.float32)[: self.num_pairs].tolist()
+        """Token numbers (int64, CPU) by mix: what the plain-torch path walks over."""
+        lens, counts, adapters, weights = (part.tolist() for part in self._mixes)
         spans: dict[tuple[tuple[int, float], ...], list[torch.Tensor]] = {}
-        for i in range(self.bs):
-            pairs = slice(pair_indptr[i], pair_indptr[i + 1])
-            mix = tuple(zip(adapters[pairs], weights[pairs], strict=True))
-            if mix and seg_indptr[i] < seg_indptr[i + 1]:
-                spans.setdefault(mix, []).append(torch.arange(seg_indptr[i], seg_indptr[i + 1]))
+        token = pair = 0
+        for length, count in zip(lens, counts, strict=True):
+            mix = tuple(zip(adapters[pair : pair + count], weights[pair : pair + count], strict=True))
+            if mix and length:
+                spans.setdefault(mix, []).append(torch.arange(token, token + length))
+            token, pair = token + length, pair + count
         return {mix: torch.cat(tokens) for mix, tokens in spans.items()}
 
 
-def _write_indptr(target: np.ndarray, lengths: np.ndarray) -> None:
-    """Fill target (max_bs + 1,) with the running sum of lengths (bs,), the total repeated to the end."""
-    bs = len(lengths)
-    np.cumsum(lengths, dtype=np.int32, out=target[1 : bs + 1])
-    target[bs + 1 :] = target[bs]
+def _count_up(lengths: np.ndarray) -> np.ndarray:
+    """0, 1, ... anew for each length: [2, 3] -> [0, 1, 0, 1, 2]."""
+    stops = np.cumsum(lengths)
+    return np.arange(stops[-1] if len(stops) else 0) - np.repeat(stops - lengths, lengths)
+
+
+def _pad_rank_tiles(rank_tiles: np.ndarray) -> np.ndarray:
+    """Items that an adapter takes: 0, 1, 2, or a multiple of ALIGNED_ITEMS.
+
+    Sorted by this number, groups of 4k, 2 and 1 items never straddle a step of ALIGNED_ITEMS: where an adapter lies
+    among others must not change the order in which its ranks are added up.
+    """
+    return np.where(rank_tiles <= 2, rank_tiles, -(-rank_tiles // ALIGNED_ITEMS) * ALIGNED_ITEMS)

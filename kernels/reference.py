@@ -58,44 +58,45 @@ def _rank_and_scaling(table: AdapterTable, adapter: int, layer: int, module: int
 
 
 def shrink(
-    x: torch.Tensor, z: torch.Tensor, table: AdapterTable, pool: PoolView, pairs: Pairs, layer: int,
-    modules: tuple[int, ...],
-) -> None:  # fmt: skip
-    """Write z[t, j, m, r] = x[t] . A[r], A of the j-th member of t's mix and modules[m]. See lora.shrink."""
+    x: torch.Tensor, table: AdapterTable, pool: PoolView, pairs: Pairs, layer: int, modules: tuple[int, ...]
+) -> torch.Tensor:
+    """z[t, j, m, r] = w_j s_jm x[t] . A[r], A of the j-th member of t's mix and modules[m]. See lora.Shrunk."""
     d_in = x.shape[1]
+    z = torch.empty((len(x), pairs.max_members, len(modules), table.max_rank), dtype=torch.float32, device=x.device)
     rows: dict[tuple[int, int], torch.Tensor] = {}
     for mix, tokens in pairs.groups.items():
         tokens = tokens.to(x.device)
         x_tokens = x[tokens].float()
-        for j, (adapter, _) in enumerate(mix):
+        for j, (adapter, weight) in enumerate(mix):
             for m, module in enumerate(modules):
-                rank, _ = _rank_and_scaling(table, adapter, layer, module)
+                rank, scaling = _rank_and_scaling(table, adapter, layer, module)
                 if rank == 0:
                     continue
                 if (adapter, m) not in rows:
                     rows[adapter, m] = gather_rows(table, pool, adapter, layer, module, 0, rank, d_in).float()
-                z[tokens, j, m, :rank] = x_tokens @ rows[adapter, m].T
+                z[tokens, j, m, :rank] = (x_tokens @ rows[adapter, m].T) * (scaling * weight)
+    return z
 
 
 def expand(
     z: torch.Tensor, y: torch.Tensor, table: AdapterTable, pool: PoolView, pairs: Pairs, layer: int,
-    modules: tuple[int, ...], output_offsets: tuple[int, ...], output_widths: tuple[int, ...], *, d_in: int,
+    modules: tuple[int, ...], output_offsets: tuple[int, ...], output_widths: tuple[int, ...], d_in: int,
 ) -> None:  # fmt: skip
-    """Add w_j s_j z[t, j, m] B over a token's members j to y[t, output m], rounding once. See lora.expand."""
+    """Add z[t, j, m] B over a token's members j to y[t, output m], rounding once. See lora.expand."""
     rows: dict[tuple[int, int], torch.Tensor] = {}
     for mix, tokens in pairs.groups.items():
         tokens = tokens.to(y.device)
         for m, module in enumerate(modules):
             offset, width = output_offsets[m], output_widths[m]
             total: torch.Tensor | None = None
-            for j, (adapter, weight) in enumerate(mix):
-                rank, scaling = _rank_and_scaling(table, adapter, layer, module)
+            for j, (adapter, _) in enumerate(mix):
+                rank, _ = _rank_and_scaling(table, adapter, layer, module)
                 if rank == 0:
                     continue
                 if (adapter, m) not in rows:
                     skip = rank * -(-d_in // pool.width)
                     rows[adapter, m] = gather_rows(table, pool, adapter, layer, module, skip, rank, width).float()
-                part = (z[tokens, j, m, :rank] * (scaling * weight)) @ rows[adapter, m]
+                part = z[tokens, j, m, :rank] @ rows[adapter, m]
                 total = part if total is None else total + part
             if total is not None:
                 output = y[:, offset : offset + width]

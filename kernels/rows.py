@@ -15,8 +15,8 @@ def row_addresses(  # type: ignore[no-untyped-def]
 ):
     """Return pointers to pool rows: row i starts in plane i // n at slot slots[i % n].
 
-    rows int32 (R,), mask bool (R,): masked rows give a null pointer, not to be loaded from. slots points at the
-    adapter's run, slot_count is its length n. The product slot * W is taken in int64: pools exceed 2^31 elements.
+    rows int32 (R,), mask bool (R,): masked rows give a null pointer, not to be loaded from. slots (R,) points at the
+    adapter's run, slot_count (R,) is its length n. The product slot * W is taken in int64: pools exceed 2^31 elements.
     """
     plane = tl.load(pointers + rows // slot_count, mask=mask, other=0)
     slot = tl.load(slots + rows % slot_count, mask=mask, other=0)
@@ -26,15 +26,24 @@ def row_addresses(  # type: ignore[no-untyped-def]
     return addresses
 
 
+@triton.jit
+def add_and_round(base, delta):  # type: ignore[no-untyped-def]
+    """base + delta (float32), rounded to base's dtype. Where delta is 0 base keeps its bits: -0 + 0 would be 0."""
+    return tl.where(delta == 0.0, base, (base.to(tl.float32) + delta).to(base.dtype))
+
+
+@triton.jit
+def activate(gate, up):  # type: ignore[no-untyped-def]
+    """silu(gate) * up in float32, rounded to gate's dtype, as SGLang's SiluAndMul."""
+    gate_32 = gate.to(tl.float32)
+    return (gate_32 / (1.0 + tl.exp(-gate_32)) * up.to(tl.float32)).to(gate.dtype)
+
+
 def upcasts(pool: PoolView) -> bool:
     """Whether tl.dot must be given float32: Triton's interpreter multiplies bfloat16's bit patterns as integers."""
     return pool.dtype == torch.bfloat16 and triton.knobs.runtime.interpret
 
 
 def block_width(width: int, largest: int) -> int:
-    """How many elements of a chunk of W a kernel takes at once.
-
-    A function of W alone, so that additions keep their order whatever the batch; at least the 16 that tl.dot needs.
-    """
+    """How many elements of a run of `width` a kernel takes at once: a power of two, at least the 16 that tl.dot needs."""
     return max(16, min(triton.next_power_of_2(width), largest))
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_lora_tree.kernels.staging import upload
@@ -117,6 +118,10 @@ class AdapterTable:
 
         self.lookups: dict[tuple[object, ...], Any] = {}
         """What the plain-torch path has read from the device tensors; emptied when they change."""
+        self.largest_rank = np.zeros(capacity, dtype=np.int32)
+        """(A,), on the host: the largest rank of any of an adapter's modules, 0 = no adapter there."""
+        self.version = 0
+        """Counts the changes; whoever keeps something made from the table compares it."""
 
         self._allocator = RunAllocator(slot_capacity)
         self._runs: dict[int, tuple[int, int]] = {}  # adapter index -> (first, count) as it shall be
@@ -176,6 +181,8 @@ class AdapterTable:
                 f"of {self.slot_capacity} are free: raise slot_capacity (the pool's size is always enough)"
             )
         self.clear(index)
+        self.version += 1
+        self.largest_rank[index] = int(rank.max())
         first = self._allocator.allocate(len(slots))
         if first is None:
             self._compact()
@@ -197,6 +204,8 @@ class AdapterTable:
         run = self._runs.pop(index, None)
         if run is None:
             return
+        self.version += 1
+        self.largest_rank[index] = 0
         self._allocator.free(*run)
         self._device_runs.pop(index, None)
         self._pending_slots.pop(index, None)

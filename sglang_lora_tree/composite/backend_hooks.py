@@ -16,7 +16,8 @@ from sglang.srt.lora.backend.base_backend import BaseLoRABackend
 from sglang.srt.lora.backend.lora_registry import LORA_SUPPORTED_BACKENDS, register_lora_backend
 
 from sglang_lora_tree.adapters.base_shape import MODULES
-from sglang_lora_tree.kernels.lora import expand, shrink
+from sglang_lora_tree.kernels import dispatch
+from sglang_lora_tree.kernels.lora import Shrunk, expand, expand_and_activate, overlaps, shrink
 from sglang_lora_tree.kernels.pairs import Pairs
 from sglang_lora_tree.kernels.pool import PoolView
 from sglang_lora_tree.kernels.table import AdapterTable
@@ -45,14 +46,26 @@ class ModuleGroup:
     modules: tuple[int, ...]
     shape: tuple[int, int, int]
     device: torch.device
+    activates: bool = False
+    """The output goes to SiluAndMul and nowhere else: that adds the adapters' part."""
 
     @classmethod
-    def of(cls, fused: str, layer: int, num_outputs: int, device: torch.device) -> tuple[ModuleGroup, ModuleGroup]:
+    def of(
+        cls, fused: str, layer: int, num_outputs: int, device: torch.device, activates: bool = False
+    ) -> tuple[ModuleGroup, ModuleGroup]:
         modules = tuple(MODULES.index(name) for name in FUSED_MODULES[fused])
         return (
-            cls(layer, modules, (1, len(modules), 1), device),
-            cls(layer, modules, (1, num_outputs, 1), device),
+            cls(layer, modules, (1, len(modules), 1), device, activates),
+            cls(layer, modules, (1, num_outputs, 1), device, activates),
         )
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A gate_up output without its adapters' part, until SiluAndMul reads it."""
+
+    y: torch.Tensor
+    shrunk: Shrunk
 
 
 @dataclass
@@ -73,17 +86,21 @@ class LoraTreeBackend(BaseLoRABackend):
 
     def __init__(self, max_loras_per_batch: int, device: torch.device, server_args: Any = None) -> None:
         super().__init__(max_loras_per_batch, device)
+        global _current
+        _current = self
         self.table: AdapterTable | None = None
         self.pool: PoolView | None = None
         self.max_members = 1
-        self._eager: Pairs | None = None
+        self._unfinished: Unfinished | None = None
+        self._side_stream: torch.cuda.Stream | None = None
+        self._eager: dict[int, Pairs] = {}  # by lanes per tile
         self._decode_graph: Pairs | None = None
         self._decode_graph_size: tuple[int, int] | None = None
 
     def attach(self, pool: PoolView, table: AdapterTable, max_members: int) -> None:
         """Give the backend the pool and the table that kernels read."""
         self.pool, self.table, self.max_members = pool, table, max_members
-        self._eager = self._decode_graph = None
+        self._eager, self._decode_graph = {}, None
 
     # ---- Batches ----
 
@@ -112,15 +129,18 @@ class LoraTreeBackend(BaseLoRABackend):
     def _decode_graph_pairs(self) -> Pairs:
         assert self._decode_graph_size is not None, "a decode graph without init_decode_cuda_graph_batch_info"
         if self._decode_graph is None:
-            self._decode_graph = Pairs.allocate(*self._decode_graph_size, self.max_members, self.device)
+            assert self.table is not None
+            self._decode_graph = Pairs.allocate(self.table, *self._decode_graph_size, self.max_members, for_graphs=True)
         return self._decode_graph
 
     def _eager_pairs(self, bs: int, num_tokens: int) -> Pairs:
-        pairs = self._eager
+        assert self.table is not None
+        block_t = dispatch.choose(num_tokens, self.device).block_t
+        pairs = self._eager.get(block_t)
         if pairs is None or pairs.max_bs < bs or pairs.max_tokens < num_tokens:
             old = (0, 0) if pairs is None else (pairs.max_bs, pairs.max_tokens)
             sizes = [max(have, 1 << max(need - 1, 0).bit_length()) for have, need in zip(old, (bs, num_tokens), strict=True)]
-            pairs = self._eager = Pairs.allocate(sizes[0], sizes[1], self.max_members, self.device)
+            pairs = self._eager[block_t] = Pairs.allocate(self.table, sizes[0], sizes[1], self.max_members, block_t)
         return pairs
 
     # ---- Layers (seam: BaseLoRABackend.forward_with_base, the one entry of every linear layer) ----
@@ -139,29 +159,50 @@ class LoraTreeBackend(BaseLoRABackend):
         kind: str = "linear",
         pruned_batch_info: Any = None,
     ) -> torch.Tensor:
-        """y = base(x) + delta(x); with ``all_reduce`` (row-parallel layers) x and both partial results are this rank's."""
+        """y = base(x) + delta(x); with ``all_reduce`` (row-parallel layers) x, y and z are this rank's part of a sum."""
         batch: Batch = self.batch_info  # type: ignore[assignment]
         assert self.table is not None and self.pool is not None
-        y = base_fn()
+        assert self._unfinished is None, "SiluAndMul has not finished the output of the last gate_up_proj"
         if not batch.must_run:
+            y = base_fn()
             return y if all_reduce is None else all_reduce(y)
-        z = shrink(x, self.table, self.pool, batch.pairs, lora_a.layer, lora_a.modules)
-        if all_reduce is not None:
-            y, z = all_reduce(y), all_reduce(z)
+        operands = self.table, self.pool, batch.pairs
         widths = tuple(end - start for start, end in pairwise(offsets))
-        expand(
-            z,
-            y,
-            self.table,
-            self.pool,
-            batch.pairs,
-            lora_a.layer,
-            lora_a.modules,
-            tuple(offsets[:-1]),
-            widths,
-            d_in=x.shape[1],
-        )
-        return y
+        if overlaps(x):
+            # z is freed on the side stream, which waits for this one before it reuses the memory.
+            side = self._side_stream = self._side_stream or torch.cuda.Stream()
+            main = torch.cuda.current_stream()
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                shrunk = shrink(x, *operands, lora_a.layer, lora_a.modules, widths)
+            y = base_fn()
+            main.wait_stream(side)
+        else:
+            shrunk = shrink(x, *operands, lora_a.layer, lora_a.modules, widths)
+            y = base_fn()
+        if lora_a.activates:
+            self._unfinished = Unfinished(y, shrunk)
+            return y
+        expand(shrunk, y, *operands, tuple(offsets[:-1]))
+        return y if all_reduce is None else all_reduce(y)
+
+    def activate(self, y: torch.Tensor) -> torch.Tensor | None:
+        """silu(gate) * up of an output that ``forward_with_base`` has left unfinished; None if y is not one."""
+        unfinished = self._unfinished
+        if unfinished is None or unfinished.y is not y:
+            return None
+        self._unfinished = None
+        batch: Batch = self.batch_info  # type: ignore[assignment]
+        assert self.table is not None and self.pool is not None
+        return expand_and_activate(unfinished.shrunk, y, self.table, self.pool, batch.pairs)
+
+
+_current: LoraTreeBackend | None = None
+
+
+def current() -> LoraTreeBackend | None:
+    """This process's backend, once SGLang has built it."""
+    return _current
 
 
 def register() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from sglang_lora_tree.kernels import dispatch
 from sglang_lora_tree.kernels.pairs import Members, Pairs
 from sglang_lora_tree.kernels.pool import PoolView
 from sglang_lora_tree.kernels.table import NUM_MODULES, AdapterTable
@@ -45,9 +46,11 @@ class World:
     matrices: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, float]] = field(default_factory=dict)
     """(adapter, layer, module) -> A (rank, d_in), B (d_out, rank), scaling."""
 
-    def batch(self, seg_lens: Sequence[int], members: Sequence[Members], num_tiles: int | None = None) -> Pairs:
-        pairs = Pairs.allocate(len(seg_lens) + 3, sum(seg_lens) + 40, self.max_members, self.pool.device)
-        pairs.update(seg_lens, members, num_tiles)
+    def batch(self, seg_lens: Sequence[int], members: Sequence[Members], for_graphs: bool = False) -> Pairs:
+        tokens = sum(seg_lens)
+        block_t = dispatch.choose(tokens, self.pool.device).block_t
+        pairs = Pairs.allocate(self.table, len(seg_lens) + 3, tokens + 40, self.max_members, block_t, for_graphs)
+        pairs.update(seg_lens, members)
         return pairs
 
     def random(self, tokens: int, width: int, seed: int) -> torch.Tensor:

@@ -83,7 +83,7 @@ def test_graph_replay_equals_eager_with_other_tables():
     for index in range(3):
         table.clear(index)
     table.flush()
-    pairs = world.batch([1] * bs, [()] * bs)
+    pairs = world.batch([1] * bs, [()] * bs, for_graphs=True)
     x, base = operands(world, "gate_up", bs)
     y = base.clone()
     warm_up = torch.cuda.Stream()

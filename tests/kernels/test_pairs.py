@@ -7,62 +7,133 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_lora_tree.kernels.pairs import BLOCK_T, Pairs
+from sglang_lora_tree.kernels.pairs import ALIGNED_ITEMS, ITEM_HEADER, Pairs
+from sglang_lora_tree.kernels.table import RANK_TILE, AdapterTable
 
 MAX_BS, MAX_TOKENS, MAX_MEMBERS = 6, 200, 3
-MIX = st.lists(st.tuples(st.integers(0, 9), st.floats(-4, 4, width=32)), max_size=MAX_MEMBERS)
+RANKS = (1, 8, 16, 17, 33, 48, 64, 80, 100, 5)
+MIX = st.lists(st.tuples(st.integers(0, 9), st.floats(-4, 4, width=32)), max_size=MAX_MEMBERS, unique_by=lambda pair: pair[0])
 BATCHES = st.lists(st.tuples(st.integers(0, 33), MIX), max_size=MAX_BS)
 
 
+def make_table(ranks: tuple[int, ...] = RANKS) -> AdapterTable:
+    """A table whose adapters have these largest ranks."""
+    table = AdapterTable(len(ranks) + 1, 100, 2, 128, "cpu")
+    for index, rank in enumerate(ranks):
+        entry = torch.zeros(2, 7, dtype=torch.int32)
+        entry[1, 3] = rank
+        table.write(index, torch.arange(1), (entry > 0).int() - 1, entry, entry.float())
+    table.flush()
+    return table
+
+
+def read(pairs: Pairs) -> dict[int, list[tuple[int, int, float]]]:
+    """Token -> (adapter, first rank, weight) of the items that reach it, checking the structure on the way."""
+    reached: dict[int, list[tuple[int, int, float]]] = {}
+    items = pairs.items
+    lanes = pairs.block_t
+    weights = items[:, ITEM_HEADER:].contiguous().view(torch.float32)
+    for tile in range(pairs.max_tiles):
+        begin, end = int(pairs.item_indptr[tile]), int(pairs.item_indptr[tile + 1])
+        spans: dict[int, list[int]] = {}
+        for number in range(begin, end):
+            adapter = int(items[number, 0])
+            if adapter < 0:
+                continue
+            spans.setdefault(adapter, []).append(number - begin)
+            for lane in range(lanes):
+                if weights[number, lane] != 0:
+                    token = int(pairs.order[tile * lanes + lane])
+                    entry = (adapter, int(items[number, 1]), float(weights[number, lane]))
+                    reached.setdefault(token, []).append(entry)
+        for numbers in spans.values():
+            assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+            steps = {number // ALIGNED_ITEMS for number in numbers}
+            assert len(steps) == -(-len(numbers) // ALIGNED_ITEMS), "an adapter's items straddle a step"
+    return reached
+
+
 @settings(max_examples=100, deadline=None)
-@given(st.lists(BATCHES, min_size=1, max_size=3))
-def test_update_describes_the_last_batch(batches):
-    pairs = Pairs.allocate(MAX_BS, MAX_TOKENS, MAX_MEMBERS, "cpu")
-    tensors = [pairs.seg_indptr, pairs.pair_indptr, pairs.pair_adapter, pairs.pair_weight, pairs.tile_req]
+@given(st.lists(BATCHES, min_size=1, max_size=3), st.sampled_from([16, 64]))
+def test_update_describes_the_last_batch(batches, block_t):
+    pairs = Pairs.allocate(make_table(), MAX_BS, MAX_TOKENS, MAX_MEMBERS, block_t)
+    tensors = [pairs.order, pairs.item_indptr, pairs.items]
     addresses = [tensor.data_ptr() for tensor in tensors]
     for batch in batches:
         pairs.update([length for length, _ in batch], [mix for _, mix in batch])
     assert [tensor.data_ptr() for tensor in tensors] == addresses, "a captured graph would read stale memory"
 
-    tokens_of: dict[int, list[int]] = {}
-    for tile in range(pairs.num_tiles):
-        req, start = int(pairs.tile_req[tile]), int(pairs.tile_start[tile])
-        stop = min(start + BLOCK_T, int(pairs.seg_indptr[req + 1]))
-        assert start < stop, "an empty tile"
-        tokens_of.setdefault(req, []).extend(range(start, stop))
-    assert (pairs.tile_req[pairs.num_tiles :] == -1).all(), "stale tiles after the last one"
-
+    num_tokens = sum(length for length, _ in batch)
+    assert pairs.num_tokens == num_tokens
+    assert sorted(pairs.order[:num_tokens].tolist()) == list(range(num_tokens))
+    assert (pairs.order[num_tokens:] == torch.arange(num_tokens, len(pairs.order))).all(), "stale lanes after the last one"
+    reached = read(pairs)
     token, groups = 0, {}
-    for req, (length, mix) in enumerate(batch):
+    for length, mix in batch:
         span = list(range(token, token + length))
         token += length
-        assert tokens_of.get(req, []) == span
-        begin, end = int(pairs.pair_indptr[req]), int(pairs.pair_indptr[req + 1])
-        got = list(zip(pairs.pair_adapter[begin:end].tolist(), pairs.pair_weight[begin:end].tolist(), strict=True))
-        assert got == mix
+        for t in span:
+            expected = [
+                (adapter, first, weight)
+                for adapter, weight in mix
+                if weight
+                for first in range(0, RANKS[adapter], RANK_TILE)
+            ]
+            assert sorted(reached.pop(t, [])) == sorted(expected)
         if mix and span:
             groups.setdefault(tuple(mix), []).extend(span)
+    assert not reached, "items reach tokens that have no adapters"
     assert {mix: tokens.tolist() for mix, tokens in pairs.groups.items()} == groups
-    assert (pairs.seg_indptr[len(batch) :] == token).all() and pairs.num_tokens == token
-    assert pairs.num_tiles <= Pairs.bound_tiles(len(batch), token) <= pairs.max_tiles
 
 
-def test_decode_has_one_tile_per_request_members_or_not():
-    """A decode graph is captured without adapters and replayed with them: the same grid."""
-    pairs = Pairs.allocate(8, 8, 2, "cpu")
+def test_members_are_added_up_in_one_order_whatever_the_batch():
+    """Most rank tiles first, then by index: beside other mixes and in any lane."""
+    pairs = Pairs.allocate(make_table(), MAX_BS, MAX_TOKENS, MAX_MEMBERS)
+    mix = [(9, 1.0), (6, 0.5), (2, -1.0)]
+    others = [[(0, 1.0), (7, 1.0)], [(6, 1.0)], [], [(2, 3.0), (5, 1.0)]]
+    for batch in ([mix], [*others, mix], [mix, *others]):
+        pairs.update([1] * len(batch), batch)
+        order = [adapter for adapter, *_ in read(pairs)[batch.index(mix)]]
+        assert order == [6] * 4 + [2, 9]
+
+
+def test_an_adapter_is_once_in_a_tile():
+    """32 requests with 8 adapters in turns: every tile of 16 has the items of 4 adapters, not of 8."""
+    pairs = Pairs.allocate(make_table((16,) * 8), 32, 32, 1)
+    pairs.update([1] * 32, [[(i % 8, 1.0)] for i in range(32)])
+    assert pairs.item_indptr.tolist() == [0, 4, 8] and pairs.launch_items == 4
+
+
+def test_an_adapter_twice_in_a_mix_counts_with_the_sum():
+    pairs = Pairs.allocate(make_table(), 1, 1, 3)
+    pairs.update([1], [[(0, 1.0), (1, 2.0), (0, -0.25)]])
+    assert {(adapter, weight) for adapter, _, weight in read(pairs)[0]} == {(0, 0.75), (1, 2.0)}
+
+
+def test_for_graphs_the_launch_does_not_depend_on_the_batch():
+    pairs = Pairs.allocate(make_table(), 8, 8, 2, for_graphs=True)
     pairs.update([1] * 8, [()] * 8)
-    captured = pairs.num_tiles
+    captured = pairs.launch_items
     pairs.update([1] * 8, [[(1, 0.5)]] * 3 + [()] * 5)
-    assert captured == pairs.num_tiles == Pairs.bound_tiles(8, 8) == 8
+    assert captured == pairs.launch_items > 0
 
 
-def test_weights_are_float32_and_views_are_aligned():
-    pairs = Pairs.allocate(3, 50, 3, "cpu")
+def test_an_adapter_that_changed_is_seen_in_an_unchanged_batch():
+    table = make_table()
+    pairs = Pairs.allocate(table, 1, 1, 1)
+    pairs.update([1], [[(0, 1.0)]])
+    entry = torch.zeros(2, 7, dtype=torch.int32)
+    entry[0, 0] = 40
+    table.write(0, torch.arange(1), (entry > 0).int() - 1, entry, entry.float())
+    pairs.update([1], [[(0, 1.0)]])
+    assert [first for _, first, *_ in read(pairs)[0]] == [0, 16, 32]
+
+
+def test_weights_are_float32():
+    pairs = Pairs.allocate(make_table(), 3, 50, 3)
     pairs.update([1], [[(0, 0.1)]])
-    assert pairs.pair_weight[0] == torch.tensor(0.1)
     assert list(pairs.groups) == [((0, float(torch.tensor(0.1))),)]
-    for tensor in (pairs.seg_indptr, pairs.pair_indptr, pairs.pair_adapter, pairs.pair_weight, pairs.tile_req):
-        assert tensor.data_ptr() % 16 == pairs.seg_indptr.data_ptr() % 16
+    assert read(pairs)[0][0][2] == float(torch.tensor(0.1))
 
 
 @pytest.mark.parametrize(
@@ -70,6 +141,6 @@ def test_weights_are_float32_and_views_are_aligned():
     [([1] * 4, [()] * 4, "4 requests"), ([51], [()], "51 tokens"), ([1], [[(0, 1.0)] * 4], "4 members")],
 )
 def test_too_large_a_batch_is_refused(seg_lens, members, named):
-    pairs = Pairs.allocate(3, 50, 3, "cpu")
+    pairs = Pairs.allocate(make_table(), 3, 50, 3)
     with pytest.raises(ValueError, match=named):
         pairs.update(seg_lens, members)

@@ -29,12 +29,9 @@ BATCHES = {
 
 def run(world, x, y, pairs: Pairs, group: str, layer: int) -> None:
     modules, offsets = GROUPS[group]
-    z = torch.full((len(x), world.max_members, len(modules), world.table.padded_rank), NAN)
-    reference.shrink(x, z, world.table, world.pool, pairs, layer, modules)
     widths = tuple(WIDTHS[module][1] for module in modules)
-    reference.expand(
-        z, y, world.table, world.pool, pairs, layer, modules, offsets, widths, d_in=x.shape[1]
-    )
+    z = reference.shrink(x, world.table, world.pool, pairs, layer, modules)
+    reference.expand(z, y, world.table, world.pool, pairs, layer, modules, offsets, widths, x.shape[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

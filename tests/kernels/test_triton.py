@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_cases import DOWN, GROUPS, OUT, UP, WIDTHS, K, Q, V, World, all_modules, assert_rounded_once, make_world
 
-from sglang_lora_tree.kernels import add_lora, reference
-from sglang_lora_tree.kernels.lora import expand, shrink, uses_triton
+from sglang_lora_tree.kernels import add_lora, dispatch
+from sglang_lora_tree.kernels.lora import expand, expand_and_activate, shrink, uses_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")
@@ -20,18 +22,16 @@ MIXED = [
     all_modules(1),
     {(0, OUT): 4},  # nothing on layer 1
 ]
-BATCH = (
-    [1, 17, 2, 1, 0, 33, 1],
-    [
-        [(0, 1.0)],
-        [(0, 0.7), (1, -0.3), (2, 1.5)],
-        [],
-        [(3, 1.0), (2, 0.25)],
-        [(1, 1.0)],
-        [(2, -1.0), (0, 0.5)],
-        [(4, 2.0)],
-    ],
-)
+MEMBERS = [
+    [(0, 1.0)],
+    [(0, 0.7), (1, -0.3), (2, 1.5)],
+    [],
+    [(3, 1.0), (2, 0.25)],
+    [(1, 1.0)],
+    [(2, -1.0), (0, 0.5)],
+    [(4, 2.0)],
+]
+BATCH = ([1, 17, 2, 1, 0, 33, 1], MEMBERS)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -39,11 +39,29 @@ def triton_is_tested():
     assert uses_triton(torch.device(DEVICE)), "these tests would only compare the reference with itself"
 
 
-def check(world: World, group: str, batch=BATCH, layer: int = 1, num_tiles: int | None = None) -> None:
+CONFIGS = {
+    "tiles of 16": dispatch.DEFAULT[0],
+    "tiles of 64": dispatch.DEFAULT[1],
+    "wide": replace(dispatch.DEFAULT[0], shrink_split=False, shrink_block_n=64, expand_items=4),
+}
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """Compute every batch by one config, whatever its number of tokens."""
+
+    def choose(name: str) -> None:
+        config = replace(CONFIGS[name], max_tokens=1 << 62)
+        monkeypatch.setattr(dispatch, "_configs", lambda device_name: (config,))
+
+    return choose
+
+
+def check(world: World, group: str, batch=BATCH, layer: int = 1, for_graphs: bool = False) -> None:
     """add_lora on poisoned, padded operands equals base + float64 delta; what no adapter reaches keeps its bits."""
     modules, offsets = GROUPS[group]
     seg_lens, members = batch
-    pairs = world.batch(seg_lens, members, num_tiles)
+    pairs = world.batch(seg_lens, members, for_graphs)
     tokens = sum(seg_lens)
     d_in = world.widths[modules[0]][0]
     widths = tuple(world.widths[module][1] for module in modules)
@@ -73,6 +91,39 @@ def check(world: World, group: str, batch=BATCH, layer: int = 1, num_tiles: int 
 def test_mixed_batch(group, dtype):
     """Ragged requests, mixes of unequal ranks and modules, base requests, an empty one, negative weights."""
     check(make_world(WIDTHS, MIXED, dtype=dtype, device=DEVICE), group)
+
+
+@pytest.mark.parametrize("config", list(CONFIGS))
+@pytest.mark.parametrize("group", list(GROUPS))
+def test_every_config(group, config, use, monkeypatch):
+    """The same batch by every path, d_in cut into segments that programs of their own add up."""
+    use(config)
+    monkeypatch.setattr("sglang_lora_tree.kernels.shrink.SEGMENT", 16)
+    check(make_world(WIDTHS, MIXED, device=DEVICE), group)
+
+
+@pytest.mark.parametrize("width", [24, 64])
+def test_segments_and_chunks_that_do_not_divide(width, use, monkeypatch):
+    """Two chunks in a segment, and two segments in a chunk with a rest."""
+    monkeypatch.setattr("sglang_lora_tree.kernels.shrink.SEGMENT", 48)
+    world = make_world({DOWN: (150, 40)}, [{(1, DOWN): 3}, {(1, DOWN): 17}], width=width, device=DEVICE)
+    check(world, "down", ([3, 1], [[(0, 1.0), (1, 0.5)], [(1, 1.0)]]))
+
+
+@pytest.mark.parametrize("config", list(CONFIGS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activation_equals_expand_then_silu(dtype, config, use):
+    """In one pass over the output; tokens without adapters too."""
+    use(config)
+    world = make_world(WIDTHS, MIXED, dtype=dtype, device=DEVICE)
+    modules, offsets = GROUPS["gate_up"]
+    pairs = world.batch(*BATCH)
+    x, y = world.random(pairs.num_tokens, 40, seed=1), world.random(pairs.num_tokens, 112, seed=2)
+    shrunk = shrink(x, world.table, world.pool, pairs, 1, modules, (56, 56))
+    activated = expand_and_activate(shrunk, y, world.table, world.pool, pairs)
+    expand(shrunk, y, world.table, world.pool, pairs, offsets)
+    expected = torch.nn.functional.silu(y[:, :56].double()) * y[:, 56:].double()
+    assert_rounded_once(activated, expected.cpu(), scale=2)
 
 
 @pytest.mark.parametrize("rank", [1, 3, 16, 40])
@@ -111,9 +162,9 @@ def test_nothing_to_do(batch):
     check(make_world(WIDTHS, [all_modules(2)], device=DEVICE), "gate_up", batch)
 
 
-def test_spare_tiles_do_nothing():
+def test_spare_programs_do_nothing():
     """A grid larger than the batch, as a captured graph has it."""
-    check(make_world(WIDTHS, [all_modules(2)], device=DEVICE), "o", ([3, 1], [[(0, 1.0)], []]), num_tiles=4)
+    check(make_world(WIDTHS, [all_modules(2)], device=DEVICE), "o", ([3, 1], [[(0, 1.0)], []]), for_graphs=True)
 
 
 def test_negative_zero_survives_a_module_that_no_member_has():
@@ -124,42 +175,11 @@ def test_negative_zero_survives_a_module_that_no_member_has():
     assert y[0, 48:].signbit().all()
 
 
-@pytest.mark.parametrize("group", list(GROUPS))
-def test_z_equals_the_reference(group):
-    """Shrink alone, into a poisoned z: written where there is something to write, nowhere else."""
-    world = make_world(WIDTHS, MIXED, device=DEVICE)
-    modules, _ = GROUPS[group]
-    pairs = world.batch(*BATCH)
-    x = world.random(pairs.num_tokens, world.widths[modules[0]][0], seed=1)
-    shape = (pairs.num_tokens, world.max_members, len(modules), world.table.padded_rank)
-    z = torch.full(shape, NAN, device=DEVICE)
-    expected = torch.full(shape, NAN, device=DEVICE)
-    shrink(x, world.table, world.pool, pairs, 1, modules, out=z)
-    reference.shrink(x, expected, world.table, world.pool, pairs, 1, modules)
-    torch.testing.assert_close(z, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
-
-
-@pytest.mark.parametrize("group", list(GROUPS))
-def test_y_equals_the_reference(group):
-    """Expand alone, out of a z that is NaN where it is undefined."""
-    world = make_world(WIDTHS, MIXED, device=DEVICE)
-    modules, offsets = GROUPS[group]
-    d_in = world.widths[modules[0]][0]
-    widths = tuple(world.widths[module][1] for module in modules)
-    pairs = world.batch(*BATCH)
-    z = torch.full((pairs.num_tokens, world.max_members, len(modules), world.table.padded_rank), NAN, device=DEVICE)
-    x = world.random(pairs.num_tokens, d_in, seed=1)
-    reference.shrink(x, z, world.table, world.pool, pairs, 1, modules)
-    y = world.random(pairs.num_tokens, offsets[-1] + widths[-1], seed=2)
-    expected = y.clone()
-    expand(z, y, world.table, world.pool, pairs, 1, modules, offsets, widths, d_in=d_in)
-    reference.expand(z, expected, world.table, world.pool, pairs, 1, modules, offsets, widths, d_in=d_in)
-    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
-
-
+@pytest.mark.parametrize("config", ["tiles of 16"] if DEVICE == "cpu" else list(CONFIGS))  # the CPU's product of 64 rows varies
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_has_the_same_bits_in_every_batch(dtype):
+def test_a_token_has_the_same_bits_in_every_batch(dtype, config, use):
     """Alone, at any place in a segment, beside any other mixes: a token's outputs are bit-equal."""
+    use(config)
     world = make_world(WIDTHS, MIXED, dtype=dtype, device=DEVICE)
     modules, offsets = GROUPS["qkv"]
     widths = tuple(world.widths[module][1] for module in modules)

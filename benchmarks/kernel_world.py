@@ -1,0 +1,197 @@
+"""One model shape on a GPU, without a server: base weights, a pool of slots with adapters in it, batches over them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_lora_tree.kernels import AdapterTable, Pairs, PoolView, dispatch
+from sglang_lora_tree.kernels.lora import expand, expand_and_activate, shrink
+from sglang_lora_tree.kernels.rows import activate
+from sglang_lora_tree.kernels.table import NUM_MODULES
+
+Mixes = Sequence[Sequence[tuple[int, float]]]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer of the base model: the modules that it holds and their widths."""
+
+    name: str
+    modules: tuple[int, ...]
+    d_in: int
+    widths: tuple[int, ...]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return tuple(sum(self.widths[:i]) for i in range(len(self.widths)))
+
+
+LLAMA_8B = (
+    Layer("qkv", (0, 1, 2), 4096, (4096, 1024, 1024)),
+    Layer("o", (3,), 4096, (4096,)),
+    Layer("gate_up", (4, 5), 4096, (14336, 14336)),
+    Layer("down", (6,), 14336, (4096,)),
+)
+LLAMA_8B_WIDTH = 1024
+
+
+class KernelWorld:
+    """Adapters of given ranks on every linear layer, in random slots of a pool (or in consecutive ones).
+
+    Args:
+        ranks: one adapter each.
+        num_layers: fewer than the real model's are enough, as long as the weights are larger than the cache.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        num_layers: int,
+        *,
+        shape: Sequence[Layer] = LLAMA_8B,
+        width: int = LLAMA_8B_WIDTH,
+        max_rank: int = 64,
+        max_members: int = 8,
+        contiguous: bool = False,
+        device: str = "cuda",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.shape, self.num_layers, self.max_members = shape, num_layers, max_members
+        self.device, self.dtype, self.width = device, dtype, width
+        rows_per_rank = sum(
+            -(-layer.d_in // width) + -(-out // width) for layer in shape for out in layer.widths
+        )  # of one layer of the model
+        counts = [-(-rank * rows_per_rank * num_layers // (2 * num_layers)) for rank in ranks]
+        size = sum(counts) * 2 + 64
+        planes = [torch.randn(size, width, dtype=dtype, device=device) * 0.02 for _ in range(2 * num_layers)]
+        self.pool = PoolView.from_planes(planes)
+        self.table = AdapterTable(len(ranks) + 1, size, num_layers, max_rank, device)
+        free = torch.arange(size) if contiguous else torch.randperm(size, generator=torch.Generator().manual_seed(1))
+        for index, (rank, count) in enumerate(zip(ranks, counts, strict=True)):
+            slots, free = free[:count], free[count:]
+            entry = torch.zeros(num_layers, NUM_MODULES, dtype=torch.int32)
+            row = 0
+            for number in range(num_layers):
+                for layer in shape:
+                    for module, out in zip(layer.modules, layer.widths, strict=True):
+                        entry[number, module] = row
+                        row += rank * (-(-layer.d_in // width) + -(-out // width))
+            self.table.write(index, slots, entry, torch.full_like(entry, rank), torch.ones(entry.shape))
+        self.table.flush()
+        self.weights = [
+            [torch.randn(sum(layer.widths), layer.d_in, dtype=dtype, device=device) * 0.02 for layer in shape]
+            for _ in range(num_layers)
+        ]
+        self.side = torch.cuda.Stream() if device == "cuda" else None
+
+    def pairs(self, seg_lens: Sequence[int], mixes: Mixes, for_graphs: bool = True) -> Pairs:
+        tokens = sum(seg_lens)
+        block_t = dispatch.choose(tokens, torch.device(self.device)).block_t
+        pairs = Pairs.allocate(self.table, len(seg_lens), tokens, self.max_members, block_t, for_graphs)
+        pairs.update(seg_lens, mixes)
+        return pairs
+
+    def make_step(
+        self,
+        tokens: int,
+        pairs: Pairs | None,
+        *,
+        base: bool = True,
+        overlap: bool = False,
+        with_shrink: bool = True,
+        with_expand: bool = True,
+        fuse: bool = True,
+    ) -> Callable[[], None]:
+        """All linear layers of a forward pass over `tokens` tokens, with the batch's adapters unless `pairs` is None.
+
+        Args:
+            base: with the base model's matrix products.
+            overlap: shrink on a stream of its own, beside the base product.
+            fuse: gate and up are finished by the activation (which the base model has too).
+        """
+        xs = [torch.randn(tokens, layer.d_in, dtype=self.dtype, device=self.device) for layer in self.shape]
+        ys = [torch.zeros(tokens, sum(layer.widths), dtype=self.dtype, device=self.device) for layer in self.shape]
+
+        def step() -> None:
+            for number in range(self.num_layers):
+                for layer, x, y, weight in zip(self.shape, xs, ys, self.weights[number], strict=True):
+                    if base and tokens <= 256:
+                        x.neg_()  # a model has a norm, a rotation or an activation before every product
+                    shrunk = None
+                    if pairs is not None and with_shrink:
+                        if overlap:
+                            assert self.side is not None
+                            self.side.wait_stream(torch.cuda.current_stream())
+                            with torch.cuda.stream(self.side):
+                                shrunk = shrink(x, self.table, self.pool, pairs, number, layer.modules, layer.widths)
+                        else:
+                            shrunk = shrink(x, self.table, self.pool, pairs, number, layer.modules, layer.widths)
+                    if base:
+                        torch.mm(x, weight.T, out=y)
+                    activates = len(layer.modules) == 2
+                    if overlap and pairs is not None and self.side is not None:
+                        torch.cuda.current_stream().wait_stream(self.side)
+                    if pairs is not None and with_expand and activates and fuse:
+                        assert shrunk is not None
+                        expand_and_activate(shrunk, y, self.table, self.pool, pairs)
+                        continue
+                    if activates and base:
+                        silu_and_mul(y)
+                    if pairs is None or not with_expand:
+                        continue
+                    assert shrunk is not None
+                    expand(shrunk, y, self.table, self.pool, pairs, layer.offsets)
+
+        return step
+
+
+@triton.jit
+def _silu_and_mul(y, out, D: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(1).to(tl.int64)
+    gate = tl.load(y + row * 2 * D + d, mask=d < D)
+    up = tl.load(y + row * 2 * D + D + d, mask=d < D)
+    tl.store(out + row * D + d, activate(gate, up), mask=d < D)
+
+
+def silu_and_mul(y: torch.Tensor) -> torch.Tensor:
+    """What the base model does to gate and up: (T, 2 d) -> (T, d)."""
+    out = torch.empty(y.shape[0], y.shape[1] // 2, dtype=y.dtype, device=y.device)
+    _silu_and_mul[(triton.cdiv(out.shape[1], 1024), out.shape[0])](y, out, out.shape[1], 1024)
+    return out
+
+
+def time_graph(step: Callable[[], None], repeats: int = 20, rounds: int = 5) -> float:
+    """Milliseconds of one `step`, replayed as a CUDA graph: the median over rounds of the mean over repeats."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(rounds):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(repeats):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / repeats)
+    return statistics.median(times)
+
+
+def decode_mixes(bs: int, adapters: int, members: int = 1) -> list[list[tuple[int, float]]]:
+    """Request i has adapters i, i + 1, ... modulo their number, with unequal weights."""
+    return [[((i + j) % adapters, 0.3 + 0.2 * j) for j in range(members)] for i in range(bs)]

@@ -1,0 +1,197 @@
+"""Serving with adapters against the base model and SGLang's own LoRA backends, on one GPU, in one run.
+
+    python -m benchmarks.kernels [--prefill-graphs] [--cases decode/1 prefill/8 ...] [--out FOLDER]
+
+Needs one GPU with 120 GB (four servers of the Llama-3-8B shape with random weights stand side by side; one works at a time).
+32 requests of 256 prompt tokens make 128 tokens each; for prefill, 8 requests of 1,024 prompt tokens make one. A number is the
+median of three runs after one that warms up; the base model runs first and last. Results: ``kernels_<gpu>.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import results
+from benchmarks.acceptance_gpu import make_llama8b_config, write_adapter
+from benchmarks.server import Server
+
+Mix = Mapping[str, float]
+RUNS = 3
+_SEEDS = itertools.count()
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the requests of a batch ask for.
+
+    Attributes:
+        mixes: request i has mix i modulo their number.
+        wanted: tokens per second over the base model's.
+        stock: SGLang's own backends can serve it.
+    """
+
+    name: str
+    mixes: Sequence[Mix]
+    wanted: float | None = None
+    stock: bool = False
+    prefill: bool = False
+
+
+def _distinct(rank: int, count: int) -> list[Mix]:
+    return [{f"r{rank}_{index}": 1.0} for index in range(count)]
+
+
+_MIXES = [{f"r16_{(index + offset) % 8}": 0.5 - 0.1 * offset for offset in range(3)} for index in range(8)]
+CASES = (
+    Case("decode/1", _distinct(16, 1), 0.95, stock=True),
+    Case("decode/8", _distinct(16, 8), 0.93, stock=True),
+    Case("decode/32", _distinct(16, 32), 0.85, stock=True),
+    Case("decode/mix3of8", _MIXES, 0.85),
+    Case("decode/mixed_ranks", [{f"r{rank}_{index}": 1.0} for index in range(2) for rank in (8, 16, 32, 64)], 0.90),
+    Case("decode/8_r4", _distinct(4, 8), 0.95),
+    Case("decode/8_r8", _distinct(8, 8)),
+    Case("decode/8_r32", _distinct(32, 8)),
+    Case("decode/8_r64", _distinct(64, 8)),
+    Case("prefill/8", _distinct(16, 8), 0.90, stock=True, prefill=True),
+    Case("prefill/mix3of8", _MIXES, prefill=True),
+)
+ADAPTERS = {16: 32, 4: 8, 8: 8, 32: 8, 64: 8}
+"""Rank -> how many adapters of it."""
+
+
+def run_once(server: Server, case: Case | None, rng: random.Random, prefill: bool) -> float:
+    """Tokens per second of one batch: tokens made for decode, prompt tokens for prefill. case None: the base model."""
+    bs, prompt_length, num_new = (8, 1024, 1) if prefill else (32, 256, 128)
+    mixes = [case.mixes[index % len(case.mixes)] for index in range(bs)] if case else [None] * bs
+    body: dict[str, Any] = {
+        "input_ids": [[rng.randrange(2, 120000) for _ in range(prompt_length)] for _ in range(bs)],
+        "sampling_params": {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True},
+    }
+    if case:
+        body["lora_path"] = [_as_path(mix) for mix in mixes]
+    start = time.monotonic()
+    answers = server.generate(**body)
+    seconds = time.monotonic() - start
+    assert all(answer["meta_info"]["completion_tokens"] == num_new for answer in answers)
+    return bs * (prompt_length if prefill else num_new) / seconds
+
+
+def _as_path(mix: Mix | None) -> str | None:
+    if mix is None or list(mix.values()) == [1.0]:
+        return None if mix is None else next(iter(mix))
+    return json.dumps(mix)
+
+
+def measure(server: Server, case: Case | None, prefill: bool) -> list[float]:
+    """RUNS rates, after one run that compiles and loads."""
+    rng = random.Random(next(_SEEDS))  # no prompt comes twice: nothing is answered from history KV
+    return [run_once(server, case, rng, prefill) for _ in range(RUNS + 1)][1:]
+
+
+def make_servers(work: Path, prefill_graphs: bool) -> dict[str, Server]:
+    """Base model, SGLang's two backends, and ours; same settings."""
+    model = make_llama8b_config(work / "llama8b")
+    with ThreadPoolExecutor(12) as pool:
+        todo = [(rank, index) for rank, count in ADAPTERS.items() for index in range(count)]
+        list(pool.map(lambda job: write_adapter(work / f"r{job[0]}_{job[1]}", 100 * job[0] + job[1], job[0]), todo))
+    common = ["--model-path", str(model), "--load-format", "dummy", "--skip-tokenizer-init", "--dtype", "bfloat16"]
+    common += ["--attention-backend", "triton", "--cuda-graph-max-bs-decode", "32", "--mem-fraction-static", "0.95"]
+    if not prefill_graphs:
+        common += ["--cuda-graph-backend-prefill", "disabled"]
+    small = [*common, "--max-total-tokens", "40000"]
+    stock = [*small, "--enable-lora", "--max-lora-rank", "16", "--max-loras-per-batch", "32", "--max-loaded-loras", "32"]
+    stock += ["--lora-target-modules", "all", "--lora-paths", *(f"r16_{index}={work}/r16_{index}" for index in range(32))]
+    paths = [f"r{rank}_{index}={work}/r{rank}_{index}" for rank, count in ADAPTERS.items() for index in range(count)]
+    ours = [*common, "--max-total-tokens", "130000", "--lora-tree", "--hicache-ratio", "1.1", "--max-loras-per-batch", "32"]
+    ours += ["--max-loaded-loras", "64", "--lora-paths", *paths]
+    return {
+        "base": Server(small, work / "base.log"),
+        "csgmv": Server([*stock, "--lora-backend", "csgmv"], work / "csgmv.log"),
+        "triton_v2": Server([*stock, "--lora-backend", "triton_v2"], work / "triton_v2.log"),
+        "ours": Server(ours, work / "ours.log"),
+    }
+
+
+def serve(work: Path, names: Sequence[str] | None, prefill_graphs: bool) -> list[dict[str, Any]]:
+    servers = make_servers(work, prefill_graphs)
+    rates: dict[tuple[str, str], list[float]] = {}
+    with ExitStack() as stack:
+
+        def start(item: tuple[int, str]) -> str | None:
+            time.sleep(4 * item[0])  # each looks at the free memory while it starts
+            try:
+                stack.enter_context(servers[item[1]])
+            except RuntimeError as error:
+                print(f"{item[1]}: {error}", flush=True)
+                return None
+            print(f"{item[1]} is up after {servers[item[1]].start_seconds:.0f} s", flush=True)
+            return item[1]
+
+        with ThreadPoolExecutor(len(servers)) as pool:
+            up = [name for name in pool.map(start, enumerate(servers)) if name is not None]
+        chosen = [case for case in CASES if names is None or case.name in names]
+        for case_prefill in (False, True):
+            label = "prefill" if case_prefill else "decode"
+            rates["base", label] = measure(servers["base"], None, case_prefill)
+            for case in (case for case in chosen if case.prefill == case_prefill):
+                for name in up:
+                    if name == "ours" or (case.stock and name in ("csgmv", "triton_v2")):
+                        try:
+                            rates[name, case.name] = measure(servers[name], case, case_prefill)
+                            print(name, case.name, [round(rate) for rate in rates[name, case.name]], flush=True)
+                        except (RuntimeError, OSError) as error:
+                            print(f"{name} {case.name}: {error}", flush=True)
+            rates["base", label] += measure(servers["base"], None, case_prefill)
+            print("base", label, [round(rate) for rate in rates["base", label]], flush=True)
+    return make_records(chosen, rates, prefill_graphs)
+
+
+def make_records(
+    cases: Sequence[Case], rates: Mapping[tuple[str, str], list[float]], prefill_graphs: bool
+) -> list[dict[str, Any]]:
+    suffix = "/prefill_graphs" if prefill_graphs else ""
+    records = []
+    for case in cases:
+        kind, _, rest = case.name.partition("/")
+        base = statistics.median(rates["base", kind])
+        for name in ("ours", "csgmv", "triton_v2"):
+            if (name, case.name) not in rates:
+                continue
+            metric = f"{kind}_vs_base/{rest}" + ("" if name == "ours" else f"/{name}") + suffix
+            limit = f"ratio >= {case.wanted}" if name == "ours" and case.wanted else None
+            value = statistics.median(rates[name, case.name])
+            records.append(results.record(metric, value, "tok/s", baseline=("base model without LoRA", base), limit=limit))
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES])
+    parser.add_argument("--prefill-graphs", action="store_true", help="prefill with CUDA graphs, as SGLang's default has it")
+    parser.add_argument("--out", type=Path, default=results.RESULTS)
+    arguments = parser.parse_args()
+    machine = results.hardware().lower().rpartition(" ")[2]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            records = serve(Path(folder), arguments.cases, arguments.prefill_graphs)
+            results.write("kernels_prefill_graphs" if arguments.prefill_graphs else "kernels", machine, records, arguments.out)
+            print(results.table(records))
+        finally:
+            for log in Path(folder).glob("*.log"):
+                (arguments.out / log.name).write_text(log.read_text()[-100000:])
+
+
+if __name__ == "__main__":
+    main()
