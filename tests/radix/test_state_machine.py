@@ -97,7 +97,7 @@ class TreeMachine(RuleBasedStateMachine):
             return
         slots = {"small": 2, "layer": 8, "whole": 16, "twin": 16, "large": 32}[content]
         free = self.tree.residency.max_adapter_slots - self.tree.residency.pinned_slots()
-        pinned = pinned and slots <= free // 4
+        pinned = pinned and slots <= free // 2
         self.contents[name] = content
         self.names[name] = self.tree.load(name, self.folder / content, pinned)
 
