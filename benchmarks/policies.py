@@ -29,12 +29,12 @@ import torch
 from benchmarks import results
 from benchmarks.oracle import make_oracle
 from benchmarks.simulator import ADAPTER_SLOTS, Outcome, Simulator
-from benchmarks.workloads import CONSTANTS, SPREADS, Workload, build
+from benchmarks.workloads import CONSTANTS, Workload, build
 from sglang_lora_tree.radix.identity import adapter_identity
 
 WORKLOADS = ("mooncake", "azure", "sgd")
-MAIN = ("lru", "rrip", "eval", "reuse+")
-"""A plus: requests touch what they will use when they arrive (``look_ahead``)."""
+MAIN = ("lru", "eval", "reuse+")
+"""A plus: requests touch what they will use when they arrive (``look_ahead``), as SGLang has it for its lru."""
 ALL = (
     "lru", "lru+", "lfu", "slru", "gdsf", "rrip", "hawkeye", "halp", "branch",
     "eval", "eval+", "eval_without_cost", "eval_without_lora", "eval_without_recency", "eval_without_visit", "eval_per_slot",
@@ -57,6 +57,11 @@ class Case:
     parameters: tuple[tuple[str, Any], ...] = ()
     plan_period: float = CONSTANTS["plan_period_s"]
 
+    def is_of(self, run: dict[str, Any]) -> bool:
+        """Whether ``run`` is this case's outcome."""
+        wanted = json.loads(json.dumps(self.__dict__))
+        return all(run.get(name) == value for name, value in wanted.items())
+
     def run(self) -> dict[str, Any]:
         """Play it; the outcome as plain numbers."""
         workload, top, working_set = _workload(self.workload, self.adapters, self.spread)
@@ -75,6 +80,10 @@ class Case:
             look_ahead=self.policy.endswith("+"),
         )
         return {**self.__dict__, "rate": top * self.rate_share, "pool_slots": pool, **_summary(simulator.run(jobs))}
+
+
+def _as_lines(runs: list[dict[str, Any]]) -> str:
+    return "[\n" + ",\n".join(json.dumps(run) for run in runs) + "\n]\n"
 
 
 def _summary(outcome: Outcome) -> dict[str, float]:
@@ -105,19 +114,19 @@ def _workload(name: str, adapters: int, spread: str) -> tuple[Workload, float, i
 
 
 def rates() -> Iterator[Case]:
-    for workload in WORKLOADS:
-        for share, of_rates in zip(CONSTANTS["pool_shares"], _DESIGN["rates_of_pool_shares"], strict=True):
-            for rate in CONSTANTS["rates"][::-of_rates]:
+    small, large = CONSTANTS["pool_shares"]
+    for share, of_rates in ((small, CONSTANTS["rates"]), (large, _DESIGN["rates_of_large_pool"])):
+        for workload in WORKLOADS:
+            for rate in reversed(of_rates):
                 for policy in MAIN:
                     yield Case(workload, _DESIGN["adapters"], _DESIGN["spread"], share, rate, policy)
 
 
 def adapters() -> Iterator[Case]:
-    for workload in WORKLOADS:
-        for number in _DESIGN["numbers_of_adapters"]:
-            for spread in SPREADS if number in _DESIGN["numbers_with_all_spreads"] else [_DESIGN["spread"]]:
-                for policy in MAIN:
-                    yield Case(workload, number, spread, CONSTANTS["pool_shares"][0], _DESIGN["rate"], policy)
+    for number, spread in _DESIGN["adapters_and_spreads"]:
+        for workload in WORKLOADS:
+            for policy in MAIN:
+                yield Case(workload, number, spread, CONSTANTS["pool_shares"][0], _DESIGN["rate"], policy)
 
 
 def all_policies() -> Iterator[Case]:
@@ -127,7 +136,7 @@ def all_policies() -> Iterator[Case]:
 
 
 def sensitivity() -> Iterator[Case]:
-    for workload in WORKLOADS:
+    for workload in _DESIGN["sensitivity_workloads"]:
         base = (workload, _DESIGN["adapters"], _DESIGN["spread"], CONSTANTS["pool_shares"][0], _DESIGN["rate"], "eval")
         for name, values in _DESIGN["sensitivity"].items():
             for value in values:
@@ -146,18 +155,22 @@ PARTS: dict[str, Callable[[], Iterator[Case]]] = {
 
 
 def run_part(name: str) -> None:
-    """Play a part's cases and leave them in ``results/policies``."""
+    """Play a part's cases and leave them in ``results/policies``; those that are there already are not played again."""
     RUNS.mkdir(parents=True, exist_ok=True)
-    begin, runs = time.monotonic(), []
+    begin, path = time.monotonic(), RUNS / f"{name}.json"
+    runs = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     for case in PARTS[name]():
+        if any(case.is_of(run) for run in runs):
+            continue
         runs.append(case.run())
         last = runs[-1]
         print(
             f"  {case.policy:<22}{dict(case.parameters) or ''} pool {case.pool_share:g} rate {case.rate_share:g}: "
-            f"TTFT {1e3 * last['ttft_mean_s']:.0f} ms, hits: KV {last['kv_hit_rate']:.3f}, adapters {last['adapter_hit_rate']:.3f}",
+            f"TTFT {1e3 * last['ttft_mean_s']:.0f} ms, "
+            f"hits: KV {last['kv_hit_rate']:.3f}, adapters {last['adapter_hit_rate']:.3f}",
             flush=True,
         )
-        (RUNS / f"{name}.json").write_text(json.dumps(runs, indent=0) + "\n", encoding="utf-8")
+        path.write_text(_as_lines(runs), encoding="utf-8")
     print(f"{name}: {len(runs)} runs in {time.monotonic() - begin:.0f} s")
 
 

@@ -20,6 +20,14 @@ ENVIRONMENT_VARIABLE = "SGLANG_LORA_TREE"
 QUEUE_ORDERS = ("lag", "fcfs", "lcfs", "least_adapters", "random", "clusters")
 """What ``queue_order`` may be (``scheduling.orders``)."""
 
+LORA_TERMS = ("literal", "protect", "off")
+"""What ``eval_lora_term`` may be (``radix.eval``)."""
+RETENTION_POLICIES = (
+    "auto", "stock", "reuse", "eval", "eval_per_slot", "eval_without_cost", "eval_without_lora", "eval_without_recency",
+    "eval_without_visit", "branch", "gdsf", "halp", "hawkeye", "rrip",
+)  # fmt: skip
+"""What ``retention_policy`` may be (``radix.policies``)."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -67,6 +75,17 @@ class Settings:
     """Share of the pool in use below which nodes of high Eval come in from host memory unasked."""
     grace_seconds: float = 2.0
     """How long what came in ahead is kept for its first use."""
+    retention_policy: str = "auto"
+    """What leaves first when memory is short: a name in ``radix.policies.POLICIES``; stock: as ``--radix-eviction-policy`` says;
+    auto: that, if it says other than lru, else the best that was measured (docs/eval.md)."""
+    look_ahead: bool = True
+    """Whether what waiting requests will use counts as used when they come."""
+    eval_tau_seconds: float = 60.0
+    """Unit of the time since the last use in Eval (ELORA Eq. 5)."""
+    eval_visit_window_seconds: float = 300.0
+    """After so long a visit counts 1/e in Eval's visit probabilities."""
+    eval_lora_term: str = "protect"
+    """What Eval's LoRA term does at swap-out: literal, protect or off (``radix.eval``)."""
     delay_loads: int = 0
     """Hold every copy of an adapter to the GPU back by this many loop steps, its rows full of NaN until then (for tests)."""
 
@@ -97,6 +116,13 @@ class Settings:
             optional = field in ("host_reserve_gb", "ttft_slo_seconds") and value is None
             if not optional and (not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0):
                 raise ValueError(f"--lora-tree: {field} = {value!r}: give a number that is not negative")
+        for field in ("eval_tau_seconds", "eval_visit_window_seconds"):
+            value = getattr(self, field)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+                raise ValueError(f"--lora-tree: {field} = {value!r}: give a number above 0")
+        for field, choices in (("retention_policy", RETENTION_POLICIES), ("eval_lora_term", LORA_TERMS)):
+            if getattr(self, field) not in choices:
+                raise ValueError(f"--lora-tree: {field} = {getattr(self, field)!r}: give one of {', '.join(choices)}")
         if self.queue_order not in QUEUE_ORDERS:
             raise ValueError(f"--lora-tree: queue_order = {self.queue_order!r}: give one of {', '.join(QUEUE_ORDERS)}")
 

@@ -17,12 +17,16 @@ import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import create_unified_radix_cache, register_radix_cache_backend
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_core_backend
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from sglang_lora_tree.config import Settings, current_settings
+from sglang_lora_tree.radix.identity import identity_of
 from sglang_lora_tree.radix.layout import PoolShape
+from sglang_lora_tree.radix.policies import DEFAULT_POLICY, POLICIES, RetentionState
 from sglang_lora_tree.radix.tree_core_hooks import (
     TREE_CORE_NAME,
     LoraFullComponent,
@@ -122,6 +126,13 @@ class LoraTreeCache(UnifiedRadixCache):
             self.submit_loads()
         self.writing_check(write_back=True)
         return True
+
+    def look_ahead(self, key: RadixKey) -> None:
+        """A request that will be looking for ``key`` waits: what it will find counts as used now."""
+        self.touch_prefix(key)
+        lora_node = self.tree_core.lora_nodes.get(identity_of(key.extra_key))
+        for member in () if lora_node is None else lora_node.members:
+            self.tree_core.touch(self.tree_core.lora_nodes[member].node)
 
     # ---- What residency asks for ----
 
@@ -338,8 +349,25 @@ def build_cache(ctx: Any) -> LoraTreeCache:
             f"--lora-tree needs HiCache with --hicache-mem-layout layer_first, and found {layout}: drop the option that "
             "chose another"
         )
+    install_policy(cache, current_settings() or Settings(), ctx.params.eviction_policy)
     ctx.tp_worker.model_runner.lora_manager.attach_cache(cache)
     return cache
+
+
+def install_policy(cache: LoraTreeCache, settings: Settings, stock_policy: str) -> None:
+    """Have leaves leave in the order of ``settings.retention_policy``; before the first request.
+
+    Args:
+        stock_policy: what ``--radix-eviction-policy`` says; it rules unless a policy of ours is chosen.
+    """
+    name = settings.retention_policy
+    if name == "auto":
+        name = DEFAULT_POLICY if stock_policy.lower() == "lru" else "stock"
+    state = RetentionState(cache.pool_shape.num_planes * cache.pool_shape.width * cache.pool.dtype.itemsize, cache.num_pool_slots)
+    if name == "stock":
+        cache.tree_core.retention = state
+    else:
+        cache.tree_core.set_policy(POLICIES[name](state), state)
 
 
 def register() -> None:

@@ -20,10 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-LORA_TERMS = ("literal", "protect", "off")
-"""What Eq. 4 does at swap-out. literal: an adapter's score is multiplied by min(1, (resident - 1) / Low_lora), KV's by
-min(1, resident / Low_lora). protect: adapters keep their score and KV's is multiplied, so KV leaves first while adapters
-are short. off: no term."""
+from sglang_lora_tree.config import LORA_TERMS
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,9 @@ class EvalParameters:
     low_lora: float = 0.0
     """Adapters that should be resident (Eq. 3); 0: not known, no LoRA term."""
     lora_term: str = "protect"
-    """One of ``LORA_TERMS``."""
+    """What Eq. 4 does at swap-out. literal: an adapter's score is multiplied by min(1, (resident - 1) / Low_lora), KV's by
+    min(1, resident / Low_lora). protect: adapters keep their score and KV's is multiplied, so KV leaves first while adapters
+    are short. off: no term."""
     visit_window: float = 300.0
     """Seconds after which a visit counts 1/e in visit probabilities."""
     usage: dict[str, float] = field(default_factory=dict)

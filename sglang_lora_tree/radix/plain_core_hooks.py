@@ -112,6 +112,13 @@ class PlainTreeCore(UnifiedTreeCore):
             self.evictable_device_leaves.file_all()
             self.evictable_host_leaves.file_all()
 
+    def touch(self, node: UnifiedTreeNode) -> None:
+        """Somebody will look for a node without a walk to it."""
+        state = self.retention
+        node.usage.touch(state.seconds, state.window)
+        node.usage.last_look = state.requests
+        self._touch_node(node)
+
     def note_use(self, node: UnifiedTreeNode) -> None:
         """A request uses a node: once per request and node."""
         usage, state = node.usage, self.retention

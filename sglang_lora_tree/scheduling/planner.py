@@ -62,6 +62,9 @@ class Planner:
         return EvalParameters(
             version=self._number,
             now=mirror.now,
+            tau=self._settings.eval_tau_seconds,
+            lora_term=self._settings.eval_lora_term,
+            visit_window=self._settings.eval_visit_window_seconds,
             low_lora=low_lora(probabilities, mirror.batch_size) if len(probabilities) else 0.0,
             host_to_device_bytes_per_s=_rate(load.load_bytes, load.load_seconds, defaults.host_to_device_bytes_per_s),
             disk_bytes_per_s=_rate(load.read_bytes, load.read_seconds, defaults.disk_bytes_per_s),

@@ -18,8 +18,11 @@ from sglang_lora_tree.radix.policies.eval_policy import Eval
 from sglang_lora_tree.radix.policies.learned import Halp, Hawkeye
 from sglang_lora_tree.radix.policies.reuse_policy import Reuse
 
-__all__ = ["POLICIES", "Node", "Policy", "RetentionPolicy", "RetentionState", "Stock", "Usage"]
+__all__ = ["DEFAULT_POLICY", "POLICIES", "Node", "Policy", "RetentionPolicy", "RetentionState", "Stock", "Usage"]
 
+
+DEFAULT_POLICY = "reuse"
+"""By measurement: docs/eval.md."""
 
 POLICIES: dict[str, Callable[[RetentionState], RetentionPolicy]] = {
     "eval": Eval,
