@@ -17,8 +17,12 @@ ITEM_HEADER = 4
 ALIGNED_ITEMS = 4
 """Kernels take up to this many items at once, from the tile's first on; no adapter's items straddle such a step."""
 
-Members = Sequence[tuple[int, float]]
-"""One request's mix: (adapter index, weight) pairs."""
+Members = Sequence[tuple[int, float]] | np.ndarray
+"""One request's mix: (adapter index, weight) pairs, or a float64 array (k, 2) of them, which is faster."""
+
+
+Batch = tuple[list[int], list[Members], int]
+"""Segment lengths, mixes, and the table's version."""
 
 
 class Pairs:
@@ -78,7 +82,8 @@ class Pairs:
         self.order = self._device[:order_length]
         self.item_indptr = self._device[order_length : order_length + self.max_tiles + 1]
         self.items = self._device[items_start:].view(self.max_items, self.item_stride)
-        self._last: tuple[object, ...] | None = None
+        self._last: Batch | None = None
+        self._ranks_version = -1
         self.update((), ())
 
     @classmethod
@@ -114,7 +119,7 @@ class Pairs:
         ----------
         seg_lens : sequence of int
             (bs,): each request's tokens, in the batch's order; 0 is fine.
-        members : sequence of sequence of (int, float)
+        members : sequence of Members
             (bs,): each request's mix. The weights are rounded to float32; an adapter that comes twice counts once, with
             the sum of its weights.
 
@@ -124,7 +129,7 @@ class Pairs:
             If the batch is larger than what was allocated.
         """
         batch = (list(seg_lens), list(members), self.table.version)
-        if batch == self._last:
+        if self._last is not None and _equal(batch, self._last):
             return
         bs = len(seg_lens)
         assert len(members) == bs, f"{bs} segment lengths but {len(members)} member lists"
@@ -138,8 +143,12 @@ class Pairs:
         ):
             if value > limit:
                 raise ValueError(f"a batch of {value} {name} is above the {limit} that were allocated")
-        flat = np.fromiter(chain.from_iterable(chain.from_iterable(members)), dtype=np.float64, count=2 * num_pairs)
-        adapters, weights = flat[0::2].astype(np.int64), flat[1::2]
+        if members and all(isinstance(mix, np.ndarray) for mix in members):
+            flat = np.concatenate(members).reshape(num_pairs, 2)
+        else:
+            numbers = chain.from_iterable(chain.from_iterable(members))
+            flat = np.fromiter(numbers, dtype=np.float64, count=2 * num_pairs).reshape(num_pairs, 2)
+        adapters, weights = flat[:, 0].astype(np.int64), flat[:, 1]
 
         self.bs, self.num_tokens, self.num_pairs = bs, num_tokens, num_pairs
         self._last = batch
@@ -183,9 +192,7 @@ class Pairs:
         adapter = adapters[pair]
 
         # Groups: an adapter in a tile. Items: a tile of ranks of a group.
-        rank_tiles = -(-self.table.largest_rank // RANK_TILE)
-        padded_tiles = _pad_rank_tiles(rank_tiles)
-        most = int(padded_tiles.max(initial=0)) + 1
+        rank_tiles, padded_tiles, most = self._rank_tiles()
         key = (tile * most + (most - 1 - padded_tiles[adapter])) * self.table.capacity + adapter
         groups, group_of = np.unique(key, return_inverse=True)
         group_adapter = groups % self.table.capacity
@@ -195,12 +202,12 @@ class Pairs:
         assert num_items <= self.max_items, "the bound on items is wrong"
         self._host_indptr[1:] = np.cumsum(np.bincount(group_tile, weights=group_items, minlength=self.max_tiles))
 
-        lane_weights = np.zeros((len(groups), block_t), dtype=np.float64)
         low = np.maximum(start[req] - tile * block_t, 0)
         num_lanes = np.minimum(stop[req] - tile * block_t, block_t) - low
-        met_by = np.repeat(np.arange(len(tile)), num_lanes)
-        lane = low[met_by] + _count_up(num_lanes)
-        np.add.at(lane_weights, (group_of[met_by], lane), weights[pair[met_by]])
+        cell, weight = group_of * block_t + low, weights[pair]
+        if num_tokens > bs:  # else every request is one lane
+            cell, weight = np.repeat(cell, num_lanes) + _count_up(num_lanes), np.repeat(weight, num_lanes)
+        lane_weights = np.bincount(cell, weights=weight, minlength=len(groups) * block_t).reshape(-1, block_t)
 
         group = np.repeat(np.arange(len(groups)), group_items)
         rank_tile = _count_up(group_items)
@@ -211,6 +218,15 @@ class Pairs:
         items[:, ITEM_HEADER:] = lane_weights.astype(np.float32).view(np.int32)[group]
         self._mixes = (lens, counts, adapters, weights.astype(np.float32))
         return num_items
+
+    def _rank_tiles(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """Of every adapter: tiles of ranks, items that it takes; and more than any takes. As the table is now."""
+        if self._ranks_version != self.table.version:
+            rank_tiles = -(-self.table.largest_rank // RANK_TILE)
+            padded_tiles = _pad_rank_tiles(rank_tiles)
+            self._ranks = rank_tiles, padded_tiles, int(padded_tiles.max()) + 1
+            self._ranks_version = self.table.version
+        return self._ranks
 
     @cached_property
     def groups(self) -> dict[tuple[tuple[int, float], ...], torch.Tensor]:
@@ -224,6 +240,16 @@ class Pairs:
                 spans.setdefault(mix, []).append(torch.arange(token, token + length))
             token, pair = token + length, pair + count
         return {mix: torch.cat(tokens) for mix, tokens in spans.items()}
+
+
+def _equal(batch: Batch, other: Batch) -> bool:
+    """Whether two batches are the same for sure: arrays count as equal only if they are the same objects."""
+    if batch[0] != other[0] or batch[2] != other[2] or len(batch[1]) != len(other[1]):
+        return False
+    return all(
+        a is b or (not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray) and a == b)
+        for a, b in zip(batch[1], other[1], strict=True)
+    )
 
 
 def _count_up(lengths: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from sglang.srt.lora.backend.lora_registry import LORA_SUPPORTED_BACKENDS, regis
 from sglang_lora_tree.adapters.base_shape import MODULES
 from sglang_lora_tree.kernels import dispatch
 from sglang_lora_tree.kernels.lora import Shrunk, expand, expand_and_activate, overlaps, shrink
-from sglang_lora_tree.kernels.pairs import Pairs
+from sglang_lora_tree.kernels.pairs import Members, Pairs
 from sglang_lora_tree.kernels.pool import PoolView
 from sglang_lora_tree.kernels.table import AdapterTable
 
@@ -30,8 +30,6 @@ FUSED_MODULES = {
     "down_proj": ("down_proj",),
 }
 """SGLang's linear layers and the modules of a PEFT adapter that they hold."""
-
-Members = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class LoraTreeBackend(BaseLoRABackend):
         else:
             pairs = self._eager_pairs(len(seg_lens), sum(seg_lens))
         pairs.update(seg_lens, members)
-        active = any(members)
+        active = any(len(mix) for mix in members)
         self.batch_info = Batch(pairs, must_run=use_decode_graph or active, has_active_lora=active)  # type: ignore[assignment]
 
     def init_decode_cuda_graph_batch_info(self, max_bs_in_cuda_graph: int, num_tokens_per_req: int) -> None:

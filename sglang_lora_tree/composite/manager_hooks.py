@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.layers.utils import get_layer_id
 from sglang.srt.lora.lora_manager import LoRAManager
@@ -23,7 +24,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_lora_tree.adapters.base_shape import BaseShape
 from sglang_lora_tree.composite.activation_hooks import can_activate
-from sglang_lora_tree.composite.backend_hooks import FUSED_MODULES, LoraTreeBackend, Members, ModuleGroup
+from sglang_lora_tree.composite.backend_hooks import FUSED_MODULES, LoraTreeBackend, ModuleGroup
 from sglang_lora_tree.composite.demand import DemandResolver
 from sglang_lora_tree.config import Settings, current_settings
 from sglang_lora_tree.kernels.pool import PoolView
@@ -69,6 +70,8 @@ class TreeLoRAManager(LoRAManager):
         self.memory_pool = None  # what SGLang's metrics take for "no LoRA buffers"
         self.target_modules = set(FUSED_MODULES)
         self.max_lora_rank = settings.max_rank
+        self._members_of: dict[str, np.ndarray] = {}  # by identity, while the table has this version
+        self._members_version = -1
         self.init_lora_modules()
         self._set_module_groups()
         for ref in lora_paths or ():
@@ -231,18 +234,26 @@ class TreeLoRAManager(LoRAManager):
             seg_lens = [1] * forward_batch.batch_size
         self.attach_pool()
         members = [self._members(lora_id) for lora_id in forward_batch.lora_ids[: len(seg_lens)]]
-        members += [()] * (len(seg_lens) - len(members))
+        members += [_NO_MEMBERS] * (len(seg_lens) - len(members))
         self.lora_backend.prepare(seg_lens, members, self._use_cuda_graph_batch(forward_batch))
 
-    def _members(self, lora_id: str | None) -> Members:
+    def _members(self, lora_id: str | None) -> np.ndarray:
+        """A mix as the kernels take it; the same object while nothing has moved in the table."""
         weighted = self.resolver.resolve(lora_id)
         if weighted is None:
-            return ()
-        residency = self._residency()
-        return [
-            (residency.index_of(member), weight)
-            for member, weight in zip(weighted.demand.members, weighted.weights, strict=True)
-        ]
+            return _NO_MEMBERS
+        table, residency = self.attach_pool(), self._residency()
+        if self._members_version != table.version:
+            self._members_of, self._members_version = {}, table.version
+        identity = weighted.demand.identity
+        members = self._members_of.get(identity)
+        if members is None:
+            indices = [residency.index_of(member) for member in weighted.demand.members]
+            members = self._members_of[identity] = np.array([indices, weighted.weights], dtype=np.float64).T
+        return members
+
+
+_NO_MEMBERS = np.empty((0, 2))
 
 
 def find_folder(path: str) -> str:
