@@ -99,6 +99,7 @@ def take_summary(residency: Residency, audit: InvalidKvAudit) -> dict[str, Any]:
             **dataclasses.asdict(residency.counters),
             "load_bytes": cache.load_bytes,
             "load_seconds": cache.load_seconds,
+            "last_resorts": cache.last_resorts,
         },
     }
 
