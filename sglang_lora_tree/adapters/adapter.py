@@ -38,7 +38,7 @@ class AdapterModule:
 class Adapter:
     """An adapter that can be served exactly.
 
-    digest: 64 hex digits (SHA-256) of the tensors and scalings; not of the name, path, file format or key prefix.
+    digest: 64 hex digits (SHA-256) of the tensors, without padding, and scalings; not of the name, path, format or prefix.
     modules: (layer, module) -> AdapterModule, by layer, then in the order of MODULES.
     """
 
@@ -113,7 +113,7 @@ def _build(
     _refuse_tensors(tensors, names, config, ranks, base, file)
     modules = {}
     for place, halves in names.halves.items():
-        modules[place] = AdapterModule(tensors[halves["A"]], tensors[halves["B"]], scalings[place])
+        modules[place] = AdapterModule(*_without_padding(tensors[halves["A"]], tensors[halves["B"]]), scalings[place])
     return Adapter(name, _digest(modules), modules)
 
 
@@ -184,6 +184,17 @@ def _refuse_tensors(
     if bad:
         cure = "use a checkpoint from before the training diverged"
         raise AdapterError(file, "values", f"NaN or infinity in {listing(bad)}", cure)
+
+
+def _without_padding(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B without the last directions that are zero in both: they add nothing and would take room in the pool.
+
+    A compressed adapter may be padded to one rank for tools that know no other. At least one direction stays.
+    """
+    rank = a.shape[0]
+    while rank > 1 and not (a[rank - 1].any() or b[:, rank - 1].any()):
+        rank -= 1
+    return (a, b) if rank == a.shape[0] else (a[:rank].clone(), b[:, :rank].clone(memory_format=torch.contiguous_format))
 
 
 def _shape_text(shape: tuple[int, ...]) -> str:

@@ -485,3 +485,20 @@ def test_a_regular_expression_that_never_ends_is_refused(
         load_adapter(tmp_path / "hostile", base)
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
     load_adapter(plain_folder, base)
+
+
+def test_padding_to_one_rank_is_left_out(save_adapter, tmp_path, base):
+    """Last directions of zeros, as a compressed adapter padded to one rank has: the same adapter as without them."""
+    folder = save_adapter(tmp_path / "padded", r=4, lora_alpha=4)
+    file = folder / "adapter_model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    name = "base_model.model.model.layers.1.mlp.up_proj.lora_%s.weight"
+    tensors[name % "A"][2:] = 0
+    tensors[name % "B"][:, 2:] = 0
+    tensors[name % "A"][0] = tensors[name % "B"][:, 0] = 0  # not at the end: no padding
+    safetensors.torch.save_file(tensors, file)
+    adapter = load_adapter(folder, base)
+    module = adapter.modules[1, "up_proj"]
+    assert module.rank == 2 and module.b.is_contiguous() and module.scaling == 1.0
+    torch.testing.assert_close(module.b @ module.a, tensors[name % "B"] @ tensors[name % "A"], rtol=0, atol=0)
+    assert {other.rank for place, other in adapter.modules.items() if place != (1, "up_proj")} == {4}
