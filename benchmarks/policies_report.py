@@ -2,9 +2,153 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import results
 
-def write_report(parts: dict[str, list[dict[str, Any]]], docs: Path) -> None:
+Run = dict[str, Any]
+_PAPER = {"lru": 1.42, "rrip": 1.35}
+"""How many times ELORA's mean TTFT the paper gives for these (HPCA 2026, sections VIII-F and VIII-H)."""
+_PAIRS = [("lru", "eval"), ("rrip", "eval"), ("lru", "reuse+"), ("rrip", "reuse+"), ("lru+", "reuse+"), ("eval", "reuse+")]
+_COLORS = {"lru": "tab:gray", "lru+": "tab:brown", "rrip": "tab:purple", "eval": "tab:orange", "reuse+": "tab:blue"}
+
+
+def write_report(parts: dict[str, list[Run]], docs: Path) -> None:
     """Write results/policies_sim.json and docs/policies.png."""
+    records = [*_headline(parts), *_of_rates(parts.get("rates", [])), *_of_all(parts.get("all", []))]
+    records += [*_of_adapters(parts.get("adapters", [])), *_of_sensitivity(parts)]
+    path = results.write("policies", "sim", records)
+    print(results.table(records))
+    print(f"{path}, {_plot(parts, docs)}")
+
+
+def ratios(runs: Sequence[Run], over: str, under: str) -> list[float]:
+    """Mean TTFT under policy ``over`` by that under ``under``, for each case that both played."""
+
+    def case(run: Run) -> tuple[Any, ...]:
+        names = ("workload", "adapters", "spread", "pool_share", "rate_share")
+        return tuple(run[name] for name in names)
+
+    below = {case(run): run["ttft_mean_s"] for run in runs if run["policy"] == under}
+    return [
+        run["ttft_mean_s"] / below[case(run)] for run in runs if run["policy"] == over and below.get(case(run), 0) > 0
+    ]
+
+
+def _plain(parts: dict[str, list[Run]]) -> list[Run]:
+    """Runs with the default parameters, each case once."""
+    runs = [run for name in ("all", "rates", "adapters") for run in parts.get(name, [])]
+    return list({str({key: run[key] for key in _KEY}): run for run in runs}.values())
+
+
+_KEY = ("workload", "adapters", "spread", "pool_share", "rate_share", "policy")
+
+
+def _headline(parts: dict[str, list[Run]]) -> Iterable[dict[str, Any]]:
+    runs = _plain(parts)
+    for over, under in _PAIRS:
+        found = ratios(runs, over, under)
+        if found:
+            name = f"ttft_{over}_over_{under}".replace("+", "_look_ahead")
+            wanted = _PAPER.get(over)
+            yield results.record(
+                name,
+                statistics.geometric_mean(found),
+                "ratio",
+                limit=None if wanted is None else f"value >= {wanted}",
+                note=f"simulated; geometric mean over {len(found)} cases, from {min(found):.2f} to {max(found):.2f}",
+            )
+
+
+def _of_rates(runs: list[Run]) -> Iterable[dict[str, Any]]:
+    for workload, share in sorted({(run["workload"], run["pool_share"]) for run in runs}):
+        of_case = [run for run in runs if (run["workload"], run["pool_share"]) == (workload, share)]
+        for over, under in (("lru", "eval"), ("lru", "reuse+")):
+            found = ratios(of_case, over, under)
+            if found:
+                name = f"ttft_{over}_over_{under}/{workload}/{share:g}".replace("+", "_look_ahead")
+                note = f"{len(found)} rates, geometric mean; max {max(found):.2f}"
+                yield results.record(name, statistics.geometric_mean(found), "ratio", note=note)
+
+
+def _of_all(runs: list[Run]) -> Iterable[dict[str, Any]]:
+    for workload in dict.fromkeys(run["workload"] for run in runs):
+        of_case = {run["policy"]: run for run in runs if run["workload"] == workload}
+        for policy, run in of_case.items():
+            yield results.record(
+                f"ttft/{workload}/{policy}",
+                1e3 * run["ttft_mean_s"],
+                "ms",
+                baseline=("lru", 1e3 * of_case["lru"]["ttft_mean_s"]),
+                note=(
+                    f"hits: KV {run['kv_hit_rate']:.3f} (on the GPU {run['gpu_kv_hit_rate']:.3f}), adapters "
+                    f"{run['adapter_hit_rate']:.3f}; {run['adapter_reads']} reads from disk, {run['loaded_gb']:.0f} GB loaded; "
+                    f"P99 {1e3 * run['ttft_p99_s']:.0f} ms; {run['adapters']} adapters {run['spread']}, pool "
+                    f"{run['pool_share']:.0%} of the working set, {run['rate']:.1f} requests/s"
+                ),
+            )
+
+
+def _of_adapters(runs: list[Run]) -> Iterable[dict[str, Any]]:
+    cases = dict.fromkeys((run["workload"], run["adapters"], run["spread"]) for run in runs)
+    for workload, number, spread in cases:
+        of_case = [run for run in runs if (run["workload"], run["adapters"], run["spread"]) == (workload, number, spread)]
+        for under in ("eval", "reuse+"):
+            found = ratios(of_case, "lru", under)
+            if found:
+                name = f"ttft_lru_over_{under}/{workload}/{number}_{spread}".replace("+", "_look_ahead")
+                yield results.record(name, found[0], "ratio", note=f"rate {of_case[0]['rate']:.1f}/s, pool 25 %")
+
+
+def _of_sensitivity(parts: dict[str, list[Run]]) -> Iterable[dict[str, Any]]:
+    bases = {run["workload"]: run for run in parts.get("all", []) if run["policy"] == "eval"}
+    for run in parts.get("sensitivity", []):
+        base = bases.get(run["workload"])
+        name, value = run["parameters"][0] if run["parameters"] else ("plan_period", run["plan_period"])
+        yield results.record(
+            f"eval_ttft/{run['workload']}/{name}/{value}",
+            1e3 * run["ttft_mean_s"],
+            "ms",
+            baseline=None if base is None else ("eval with its defaults", 1e3 * base["ttft_mean_s"]),
+            note=f"hits: KV {run['kv_hit_rate']:.3f}, adapters {run['adapter_hit_rate']:.3f}",
+        )
+
+
+def _plot(parts: dict[str, list[Run]], docs: Path) -> Path:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    runs = parts.get("rates", [])
+    smallest = min((run["pool_share"] for run in runs), default=0.0)
+    runs = [run for run in runs if run["pool_share"] == smallest]
+    workloads = list(dict.fromkeys(run["workload"] for run in runs))
+    rows: list[tuple[str, Callable[[Run], float]]] = [
+        ("mean TTFT, ms", lambda run: 1e3 * run["ttft_mean_s"]),
+        ("prompt tokens found", lambda run: run["kv_hit_rate"]),
+        ("adapters found on the GPU", lambda run: run["adapter_hit_rate"]),
+    ]
+    figure, axes = pyplot.subplots(len(rows), max(len(workloads), 1), figsize=(11, 8), squeeze=False)
+    for column, workload in enumerate(workloads):
+        for row, (label, value) in enumerate(rows):
+            axis = axes[row][column]
+            for policy in dict.fromkeys(run["policy"] for run in runs):
+                of_curve = [run for run in runs if (run["workload"], run["policy"]) == (workload, policy)]
+                points = sorted((run["rate"], value(run)) for run in of_curve)
+                axis.plot(*zip(*points, strict=True), marker=".", label=policy, color=_COLORS.get(policy))
+            axis.set_xlabel("requests/s")
+            axis.grid(alpha=0.3)
+            if row == 0:
+                axis.set_yscale("log")
+                axis.set_title(workload)
+            if column == 0:
+                axis.set_ylabel(label)
+    axes[0][0].legend()
+    figure.tight_layout()
+    path = docs / "policies.png"
+    figure.savefig(path, dpi=90)
+    return path

@@ -57,11 +57,7 @@ class Outcome:
     adapter_gpu_hits: int = 0
     adapter_reads: int = 0
     loaded_bytes: int = 0
-    backed_up_slots: int = 0
     near_low_lora: list[bool] = field(default_factory=list)
-    evictions: int = 0
-    agreements: int = 0
-    seconds: float = 0.0
 
     @property
     def mean_ttft(self) -> float:
@@ -168,7 +164,6 @@ class Simulator:
                 self._decode(arrivals[0].job.arrival if arrivals else float("inf"))
             else:
                 self._wait(arrivals[0].job.arrival if arrivals else float("inf"))
-        self.outcome.seconds = self.now
         return self.outcome
 
     def _admit(self) -> tuple[list[_Request], int]:

@@ -1,0 +1,95 @@
+"""The simulator plays every request, conserves slots, and counts what it says it counts."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from benchmarks.oracle import make_oracle
+from benchmarks.policies_report import ratios
+from benchmarks.simulator import ADAPTER_SLOTS, COSTS, Simulator
+from benchmarks.workloads import CONSTANTS, TOKENS_PER_SLOT, Job, Workload
+from sglang_lora_tree.radix.identity import adapter_identity
+
+
+def jobs_of_turns(num_conversations: int = 12, turns: int = 3, adapters: int = 4) -> list[Job]:
+    """Conversations whose turns repeat all that was said before, one request a tenth of a second."""
+    jobs = []
+    for turn in range(turns):
+        for conversation in range(num_conversations):
+            start = 1_000 * (conversation + 1)
+            prompt = array("q", range(start, start + 10 * (turn + 1)))
+            jobs.append(Job(0.1 * len(jobs), conversation % adapters, prompt, 8))
+    return jobs
+
+
+def play(policy: str, pool_slots: int, jobs: list[Job], **kwargs: object) -> Simulator:
+    simulator = Simulator(policy, pool_slots, 2 * pool_slots, 4, **kwargs)  # type: ignore[arg-type]
+    simulator.run(jobs)
+    return simulator
+
+
+@pytest.mark.parametrize("policy", ["lru", "eval", "reuse"])
+def test_every_request_is_served_and_every_slot_is_accounted_for(policy: str):
+    jobs = jobs_of_turns()
+    simulator = play(policy, 150, jobs, look_ahead=True)
+    warm = int(len(jobs) * CONSTANTS["warm_up_share"])
+    assert len(simulator.outcome.ttft) == len(jobs) - warm == simulator.outcome.adapter_uses
+    assert min(simulator.outcome.ttft) >= COSTS["decode_step_s"] * 0.999
+    cache = simulator.cache
+    assert cache.num_free_slots + cache.evictable_size() + cache.protected_size() == 150
+    assert cache.protected_size() == 0, "somebody still holds a lock"
+    simulator.core.check_invariants()
+
+
+def test_with_room_for_all_every_prefix_is_found():
+    jobs = jobs_of_turns()
+    outcome = play("lru", 5_000, jobs).outcome
+    warm = int(len(jobs) * CONSTANTS["warm_up_share"])
+    repeated = sum(len(job.prompt) - 10 for job in jobs[warm:])
+    assert outcome.gpu_hit_slots == repeated and outcome.host_hit_slots == 0
+    assert outcome.adapter_hit_rate == 1.0 and outcome.adapter_reads == 0, "all were read in the warm-up"
+
+
+def test_a_lone_request_takes_what_its_parts_take():
+    tokens = 5_000 * TOKENS_PER_SLOT
+    simulator = Simulator("lru", 10_000, 20_000, 1)
+    simulator._warm = 0
+    job = Job(0.0, 0, array("q", range(5_000)), 1)
+    outcome = simulator.run([job])
+    bytes_of_adapter = ADAPTER_SLOTS * TOKENS_PER_SLOT * CONSTANTS["bytes_per_token"]
+    wanted = bytes_of_adapter / COSTS["disk_bytes_per_s"] + bytes_of_adapter / COSTS["host_to_device_bytes_per_s"]
+    wanted += tokens / COSTS["prefill_tokens_per_s"]
+    assert outcome.ttft == [pytest.approx(wanted, rel=1e-6)]
+
+
+def test_the_oracle_loses_to_nobody():
+    jobs = jobs_of_turns(num_conversations=20)
+    numbers = {adapter_identity(f"{number:064x}"): number for number in range(4)}
+    oracle = Simulator(make_oracle(jobs, numbers), 150, 200, 4).run(jobs)
+    lru = Simulator("lru", 150, 200, 4).run(jobs)
+    assert oracle.kv_hit_rate > lru.kv_hit_rate
+
+
+def test_rates_change_arrivals_only():
+    workload = Workload("mine", jobs_of_turns(), rate=10.0, counts={})
+    faster = workload.at_rate(20.0)
+    assert [job.prompt for job in faster] == [job.prompt for job in workload.jobs]
+    assert faster[-1].arrival == pytest.approx(workload.jobs[-1].arrival / 2)
+
+
+def test_the_working_set_is_what_a_window_uses():
+    workload = Workload("mine", jobs_of_turns(num_conversations=4, turns=2), rate=10.0, counts={})
+    assert workload.working_set(rate=10.0, seconds=0.4) == (4 * 10 + 4 * 20) // 2
+    assert workload.working_set(rate=10.0, seconds=100.0) == 4 * 20
+
+
+def test_ratios_compare_equal_cases_only():
+    case = {"workload": "a", "adapters": 1, "spread": "random", "pool_share": 0.5}
+    runs = [
+        {**case, "rate_share": 0.1, "policy": "lru", "ttft_mean_s": 3.0},
+        {**case, "rate_share": 0.1, "policy": "eval", "ttft_mean_s": 2.0},
+        {**case, "rate_share": 0.2, "policy": "lru", "ttft_mean_s": 9.0},
+    ]
+    assert ratios(runs, "lru", "eval") == [1.5]
