@@ -30,6 +30,15 @@ _WATCH_SECONDS = 0.1
 _START_SECONDS = 15.0  # until a new process must have said something
 _RESTART_SECONDS = 0.2  # before the first restart; doubled up to the next
 _LONGEST_RESTART_SECONDS = 5.0
+_PREFIX = "sglang-lora-tree-advisor-"
+
+
+def remove_stale_folders() -> None:
+    """Remove the sockets of schedulers that were killed and could not."""
+    for folder in Path(tempfile.gettempdir()).glob(_PREFIX + "*"):
+        pid = folder.name[len(_PREFIX) :].split("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass
@@ -66,7 +75,8 @@ class AdvisorClient:
         self._heard_at = self._listened_at = time.monotonic()
         self._has_plan = False
         self._sequence = 0
-        self.folder = Path(tempfile.mkdtemp(prefix="lora-tree-"))  # mode 0700
+        remove_stale_folders()
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))  # mode 0700
         self._context = zmq.Context()
         self._reports = self._bind(zmq.PUSH, "reports")
         self._plans = self._bind(zmq.PULL, "plans")

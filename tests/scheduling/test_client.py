@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 import zmq
 
 from sglang_lora_tree.config import Settings
-from sglang_lora_tree.scheduling.client import AdvisorClient
+from sglang_lora_tree.scheduling.client import _PREFIX, AdvisorClient, remove_stale_folders
 from sglang_lora_tree.scheduling.protocol import Load, NodeRow, Plan, Report
 
 LOAD = Load(0, 1, 1000, 1000, 256, 0.0, 0.0, 0.0, 0.0)
@@ -108,6 +109,16 @@ def test_reports_to_nobody_are_dropped() -> None:
     finally:
         client.close()
     assert not client.folder.exists()
+
+
+def test_sockets_of_killed_schedulers_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        pass
+    stale, other = tmp_path / f"{_PREFIX}{gone.pid}-x", tmp_path / f"{_PREFIX}{os.getpid()}-y"
+    stale.mkdir(), other.mkdir()
+    remove_stale_folders()
+    assert not stale.exists() and other.exists(), "its scheduler lives"
 
 
 def test_plans_of_a_dead_advisor_are_not_taken() -> None:
