@@ -71,9 +71,9 @@ def test_uneven_ranks_in_peft_and_in_our_loader(save, tmp_path, config):
         place: uneven(*place) for place in loaded.modules
     }
     assert {module.scaling for module in loaded.modules.values()} == {1.0}
+    assert load_adapter(tmp_path / "padded", BASE).digest == loaded.digest, "padding takes room in the pool"
     for place, delta in deltas(cut).items():
         torch.testing.assert_close(deltas(loaded)[place], delta, rtol=0, atol=0)
-        torch.testing.assert_close(deltas(load_adapter(tmp_path / "padded", BASE))[place], delta, rtol=0, atol=1e-12)
     torch.testing.assert_close(logits(tmp_path / "dense"), logits(tmp_path / "padded"), rtol=1e-4, atol=1e-4)
 
 
