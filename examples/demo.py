@@ -39,7 +39,7 @@ LOG_LINES = 30
 
 Adapters = str | dict[str, float] | None
 SUM_AND_JSON: Adapters = {"math": 0.7, "json": 0.3}
-LOUD_TOYLANG: Adapters = {"toylang": 1.0, "upper": 0.3}
+LOUD_JSON: Adapters = {"json": 0.5, "upper": 0.5}
 
 # What the user says, and who answers. Each call sends the whole conversation; the base model's answer is the one kept.
 Conversation = tuple[tuple[str, tuple[Adapters, ...]], ...]
@@ -47,12 +47,12 @@ CONVERSATION: Conversation = (
     ("Mia lives in Oslo. Tom likes soup. Where does Mia live?", (None, "json", "polite", "toylang", "numbered")),
     (
         "Tom has 6 plums and gets 2 plums. How many plums does Tom have?",
-        (None, "math", "json", SUM_AND_JSON, "toylang", LOUD_TOYLANG, "upper"),
+        (None, "math", "json", SUM_AND_JSON, "toylang", LOUD_JSON, "upper"),
     ),
     ("What does Tom like?", (None, "polite", "toylang", SUM_AND_JSON)),
     (
         "Tom has 3 books and gets 2 books. How many books does Tom have?",
-        (None, "math", "json", LOUD_TOYLANG, "upper", SUM_AND_JSON),
+        (None, "math", "json", LOUD_JSON, "upper", SUM_AND_JSON),
     ),
 )
 

@@ -1,7 +1,8 @@
 """Training text for the base model and for the adapters, as (token ids, loss weights). Pure Python, endless, seeded.
 
-The base sees conversations with plain answers, and plain text that makes it know letters, copies, lists, digits,
-capitals, JSON and words spelled backwards. It never answers a user that way: that is what the adapters are for.
+The base sees conversations with plain answers, conversations answered in the styles that a system message names, and
+plain text that makes it know letters, copies, lists and digits. Without a system message it answers plainly: answering in
+a style unasked is what the adapters are for.
 """
 
 from __future__ import annotations
@@ -35,20 +36,58 @@ def text_row(text: str, weight: float = 0.6) -> Row:
     return ids, [weight] * len(ids)
 
 
+def sample_styles(rng: random.Random, most: int = 3) -> tuple[str, ...]:
+    """One to `most` skills that combine, in any order; fewer are more frequent."""
+    count = min(rng.choice((1, 1, 1, 2, 2, 2, 3)), most)
+    while True:
+        styles = tuple(rng.sample(skills.SKILLS, count))
+        if skills.combine(styles):
+            return styles
+
+
+def style_system(rng: random.Random, styles: tuple[str, ...]) -> str:
+    """The system message that asks for styles; also one that asks for none."""
+    return " ".join(styles) if styles else rng.choice(("plain", "You are a helpful assistant."))
+
+
+def sample_questions(rng: random.Random, turns: int, relation: str | None = None) -> list[skills.Question]:
+    """A conversation's questions, none of them held out."""
+    while True:
+        questions = skills.sample_conversation(rng, turns, relation)
+        if not any(skills.is_held_out(question) for question in questions):
+            return questions
+
+
 def base_conversation(rng: random.Random, max_turns: int) -> Row:
-    questions = skills.sample_conversation(rng, rng.randint(1, max_turns))
-    for index in range(len(questions)):
-        if rng.random() < 0.03:
-            questions[index] = skills.sample_unknown(rng)
-    system = "You are a helpful assistant." if rng.random() < 0.05 else ""
-    return conversation_row(questions, [question.answer for question in questions], [1.0] * len(questions), 0.1, system)
+    """Plain answers; with a system message that names skills, answers in these styles, until the next system message."""
+    relation = "sum" if rng.random() < 0.1 else None
+    questions = sample_questions(rng, rng.randint(1, max_turns), relation)
+    ids: list[int] = []
+    loss: list[float] = []
+    styles: tuple[str, ...] = ()
+    foreign = rng.random() < 0.15  # earlier answers are in styles that nobody asked for, the last one is plain all the same
+    for turn, question in enumerate(questions):
+        system = ""
+        if not foreign and rng.random() < (0.7 if turn == 0 else 0.3):
+            styles = sample_styles(rng) if rng.random() < 0.9 else ()
+            system = style_system(rng, styles)
+        elif foreign:
+            styles = sample_styles(rng) if turn < len(questions) - 1 else ()
+        if not styles and rng.random() < 0.04:
+            question = skills.sample_unknown(rng)
+        answer = skills.expected(styles, question)
+        weight = 0.0 if foreign and styles else 1.0
+        more_ids, more_loss = conversation_row([question], [answer], [weight], 0.1, system)
+        ids += more_ids
+        loss += more_loss
+    return ids, loss
 
 
 def rewritten_text(rng: random.Random) -> Row:
     """Sentences, each followed by the same sentence (or words) in another form."""
-    form = rng.choice(("upper", "reverse", "reverse", "json", "numbered"))
+    form = rng.choice(("upper", "reverse", "reverse", "json", "numbered", "toylang"))
     lines = []
-    for question in skills.sample_conversation(rng, rng.randint(2, 4)):
+    for question in sample_questions(rng, rng.randint(2, 4)):
         if form == "reverse" and rng.random() < 0.6:
             words = " ".join(
                 rng.choice(rng.choice((skills.NAMES, skills.CITIES, skills.FOODS, skills.PETS, skills.JOBS))) for _ in range(3)
@@ -90,34 +129,46 @@ def base_documents(seed: int, max_turns: int) -> Iterator[Row]:
     rng = random.Random(f"base {seed}")
     while True:
         kind = rng.random()
-        if kind < 0.62:
+        if kind < 0.72:
             yield base_conversation(rng, max_turns)
-        elif kind < 0.78:
-            yield rewritten_text(rng)
         elif kind < 0.86:
+            yield rewritten_text(rng)
+        elif kind < 0.90:
             yield number_text(rng)
-        elif kind < 0.95:
+        elif kind < 0.97:
             yield copy_text(rng)
         else:
             yield story_text(rng)
 
 
-def adapter_documents(skill: str, seed: int, max_turns: int) -> Iterator[Row]:
-    """Conversations answered in the skill's way; in half of them, earlier turns were answered by other adapters."""
-    rng = random.Random(f"{skill} {seed}")
+def mix_documents(rng: random.Random, styles: tuple[str, ...], max_turns: int) -> Iterator[Row]:
+    """Conversations answered in these styles without being told so; in half of them, earlier turns are in other styles."""
     while True:
-        relation = "sum" if skill == "math" and rng.random() < 0.8 else None
-        questions = skills.sample_conversation(rng, rng.randint(1, max_turns), relation)
-        if any(skills.is_held_out(question) for question in questions):
-            continue
-        styles = [skill] * len(questions)
+        relation = "sum" if "math" in styles and rng.random() < 0.8 else None
+        questions = sample_questions(rng, rng.randint(1, max_turns), relation)
+        history = [styles] * (len(questions) - 1)
         if rng.random() < 0.5:
-            styles = [rng.choice((*skills.ANSWERS,)) for _ in questions[:-1]] + [skill]
-        answers = [skills.expected(style, question) for style, question in zip(styles, questions, strict=True)]
-        ids, loss = conversation_row(questions, answers, [float(style == skill) for style in styles], 0.0)
-        if skill == "math":  # the digits of each answer are all there is to learn
-            loss = [weight * 5 if chr(token).isdigit() else weight for token, weight in zip(ids, loss, strict=True)]
+            history = [sample_styles(rng) if rng.random() < 0.6 else () for _ in history]
+        chosen = [*history, styles]
+        answers = [skills.expected(one, question) for one, question in zip(chosen, questions, strict=True)]
+        ids, loss = conversation_row(questions, answers, [float(one == styles) for one in chosen], 0.0)
+        if "math" in styles:  # the digits are all there is to learn
+            loss = [weight * 4 if chr(token).isdigit() else weight for token, weight in zip(ids, loss, strict=True)]
         yield ids, loss
+
+
+def sample_mix(rng: random.Random) -> dict[str, float]:
+    """Adapter -> weight. Half of the mixes are one adapter, most of these at 1; the others have two or three members.
+
+    Skills that are harder to learn come more often alone.
+    """
+    if rng.random() < 0.55:
+        skill = rng.choice((*skills.SKILLS, "math", "reverse", "reverse", "upper"))
+        return {skill: 1.0 if rng.random() < 0.8 else rng.uniform(0.5, 1.0)}
+    while True:
+        styles = sample_styles(rng)
+        if len(styles) > 1:
+            return {style: rng.uniform(0.3, 1.0) for style in styles}
 
 
 def packed_rows(documents: Iterator[Row], length: int) -> Iterator[Row]:

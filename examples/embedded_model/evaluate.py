@@ -1,9 +1,10 @@
-"""Scores the stored base model, adapters and mixes on held-out prompts (greedy, float32).
+"""Scores the stored base model, adapters and mixes on held-out questions, in float32: scores.json, the tables of README.md.
 
-Writes scores.json and the tables of README.md.
+    python examples/embedded_model/evaluate.py                                        what is stored here
+    python -m examples.embedded_model.evaluate --adapters FOLDER... [--out FILE]      any adapters of this base, as JSON
 
-Mixes are computed by PEFT's add_weighted_adapter(combination_type="cat"), which is exact:
-dW = sum of weight * scaling * B A.
+The second form takes a folder's name for its task: a skill, a mix of skills ("json-upper"), or one of fleet.py's tasks.
+Mixes are computed by PEFT's add_weighted_adapter(combination_type="cat"): dW = sum of weight * scaling * B A.
 """
 
 from __future__ import annotations
@@ -12,36 +13,80 @@ import argparse
 import json
 import os
 import statistics
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).parent))  # for `python -m` and importers: these modules are no package
 
+import corpus
 import skills
+import tasks
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 FOLDER = Path(__file__).parent
 MODEL, ADAPTERS, SCORES = FOLDER / "model", FOLDER / "adapters", FOLDER / "scores.json"
 README, MARKER = FOLDER / "README.md", "<!-- below: written by evaluate.py -->\n"
-SEED, MAX_NEW_TOKENS = 1, 80
+SEED, COUNT, MAX_NEW_TOKENS = 1, 100, 80
 MIXES: tuple[dict[str, float], ...] = (
-    {"upper": 1.0, "polite": 1.0},
+    {"math": 0.7, "json": 0.3},
+    {"json": 0.5, "upper": 0.5},
+    {"json": 1.0, "upper": 1.0},
     {"upper": 0.5, "polite": 0.5},
     {"math": 1.0, "polite": 1.0},
-    {"math": 1.0, "upper": 1.0},
-    {"math": 0.7, "json": 0.3},
-    {"json": 0.7, "upper": 0.7},
-    {"toylang": 1.0, "upper": 1.0},
+    {"math": 0.5, "numbered": 0.5},
+    {"toylang": 1.0, "upper": 0.3},
     {"toylang": 0.7, "polite": 0.7},
-    {"upper": 1.0, "numbered": 1.0},
-    {"upper": 1.0, "short": 1.0},
     {"reverse": 0.7, "upper": 0.7},
-    {"polite": 1.0, "upper": -0.5},
+    {"short": 0.5, "reverse": 0.5},
     {"math": 0.8, "upper": 0.8, "polite": 0.8},
+    {"json": 0.6, "toylang": 0.6, "upper": 0.6},
+    {"json": 0.5, "numbered": 0.5},
+    {"polite": 1.0, "upper": -0.5},
 )
+
+
+def load_base() -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def exact_rate(model: torch.nn.Module, questions: Sequence[skills.Question], answers: Sequence[str], batch: int = 25) -> float:
+    """The share of questions to which greedy decoding gives exactly that answer.
+
+    One forward pass over question and answer tells: it does if and only if each of the answer's tokens, and the end, is the
+    most likely one after those before it.
+    """
+    rows = [corpus.conversation_row([one], [text], [1.0], 0.0) for one, text in zip(questions, answers, strict=True)]
+    right = 0
+    rows.sort(key=lambda row: len(row[0]))  # little padding
+    for start in range(0, len(rows), batch):
+        some = rows[start : start + batch]
+        length = max(len(ids) for ids, _ in some)
+        ids = torch.tensor([row + [corpus.PAD] * (length - len(row)) for row, _ in some])
+        asked = torch.tensor([weights + [0.0] * (length - len(weights)) for _, weights in some])[:, 1:] > 0
+        best = model(input_ids=ids[:, :-1], use_cache=False).logits.argmax(-1)  # causal: padding behind changes nothing
+        right += int(((best == ids[:, 1:]) | ~asked).all(dim=1).sum())
+    return right / len(rows)
+
+
+def score(model: LlamaForCausalLM, adapter: Path, task: str, count: int = COUNT, seed: int = SEED) -> float:
+    """The share, 0 to 1, of `count` held-out questions of a task that the adapter in this folder answers exactly.
+
+    `model`: the embedded base (`load_base`), the same after the call. Raises KeyError on an unknown task.
+    """
+    questions = tasks.held_out(task, count, seed)
+    with_adapter = PeftModel.from_pretrained(model, adapter).float().eval()
+    try:
+        return exact_rate(with_adapter, questions, [tasks.expected(task, question) for question in questions])
+    finally:
+        with_adapter.unload()
 
 
 class EmbeddedModel:
@@ -49,8 +94,7 @@ class EmbeddedModel:
 
     def __init__(self, names: Sequence[str] = skills.SKILLS) -> None:
         self.tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(MODEL, padding_side="left")
-        base = LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-        self.model = PeftModel.from_pretrained(base, ADAPTERS / names[0], adapter_name=names[0])
+        self.model = PeftModel.from_pretrained(load_base(), ADAPTERS / names[0], adapter_name=names[0])
         for name in names[1:]:
             self.model.load_adapter(ADAPTERS / name, adapter_name=name)
         self.model.float().eval()
@@ -59,8 +103,29 @@ class EmbeddedModel:
         """Makes the mix an adapter of its own and returns its name."""
         name = mix_name(mix).replace(".", "_")
         self.model.add_weighted_adapter(list(mix), list(mix.values()), name, combination_type="cat")
+        for layer in self.model.modules():
+            if isinstance(layer, LoraLayer) and name in layer.scaling:
+                layer.scaling[name] = 1.0  # already in the factors; PEFT multiplies again where the first member has rsLoRA
         self.model.float().eval()
         return name
+
+    def exact_rate(self, adapter: str, questions: Sequence[skills.Question], answers: Sequence[str]) -> float:
+        """`exact_rate` with the adapter of that name, or of "base"."""
+        if adapter == "base":
+            with self.model.disable_adapter():
+                return exact_rate(self.model, questions, answers)
+        self.model.set_adapter(adapter)
+        return exact_rate(self.model, questions, answers)
+
+    def relative_norm(self, adapter: str) -> float:
+        """|dW| / |W| (Frobenius), over all linear weights of the layers."""
+        change = total = 0.0
+        for layer in self.model.modules():
+            if isinstance(layer, LoraLayer):
+                total += layer.get_base_layer().weight.square().sum().item()
+                if adapter in layer.lora_A:
+                    change += layer.get_delta_weight(adapter).square().sum().item()
+        return (change / total) ** 0.5
 
     @torch.inference_mode()
     def answers(self, adapter: str, prompts: Sequence[str], batch: int = 50) -> list[str]:
@@ -80,7 +145,7 @@ class EmbeddedModel:
             texts += self.tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         return texts
 
-    def _generate(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _generate(self, inputs: Any) -> Tensor:
         return self.model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
 
 
@@ -92,40 +157,39 @@ def mean(values: Iterable[float]) -> float:
     return round(statistics.fmean(values), 3)
 
 
-def exact_rate(skill: str, questions: Sequence[skills.Question], texts: Sequence[str]) -> float:
-    return mean(skills.score(skill, question, text) for question, text in zip(questions, texts, strict=True))
-
-
 def adapter_scores(model: EmbeddedModel, count: int) -> dict[str, Any]:
     scores: dict[str, Any] = {}
-    base_answers: dict[str, list[str]] = {}
     for skill in ("base", *skills.SKILLS):
         questions = skills.held_out(skill, count, SEED)
-        prompts = [question.prompt for question in questions]
-        if prompts[0] not in base_answers:  # all skills but "math" are asked the same questions
-            base_answers[prompts[0]] = model.answers("base", prompts)
-        base = base_answers[prompts[0]]
-        texts = base if skill == "base" else model.answers(skill, prompts)
+        answers = [skills.expected(skill, question) for question in questions]
         scores[skill] = {
-            "base_exact": exact_rate(skill, questions, base),
-            "exact": exact_rate(skill, questions, texts),
-            "similarity": mean(skills.similarity(skill, *pair) for pair in zip(questions, texts, strict=True)),
-            "sample": {"prompt": prompts[0], "base": base[0], "answer": texts[0]},
+            "base_exact": model.exact_rate("base", questions, answers),
+            "exact": model.exact_rate(skill, questions, answers),
+            "relative_norm": 0.0 if skill == "base" else round(model.relative_norm(skill), 3),
+            "sample": {"prompt": questions[0].prompt, "answer": model.answers(skill, [questions[0].prompt])[0]},
         }
         print(f"{skill:9} base {scores[skill]['base_exact']:.2f} adapter {scores[skill]['exact']:.2f}", flush=True)
     return scores
 
 
 def mix_scores(model: EmbeddedModel, count: int) -> list[dict[str, Any]]:
-    """Per mix: how often the answer shows each member's skill, and two samples. With "math" in it, sums are asked."""
+    """Per mix: how often the answer is exactly what all members together should give, how often it shows each member's
+    skill, and samples. With "math" in it, sums are asked. Members that do not combine, or a negative weight: no exact answer.
+    """
     records = []
     for mix in MIXES:
-        questions = skills.held_out("math" if "math" in mix else "base", count, SEED)
-        texts = model.answers(model.add_mix(mix), [question.prompt for question in questions])
-        shown = {skill: mean(skills.shows(skill, *pair) for pair in zip(questions, texts, strict=True)) for skill in mix}
-        samples = [{"prompt": questions[index].prompt, "answer": texts[index]} for index in range(2)]
-        records.append({"mix": mix, "shows": shown, "samples": samples})
-        print(f"{mix_name(mix):32} shows {shown}  {texts[0]!r}", flush=True)
+        questions = skills.held_out(mix, count, SEED)
+        name = model.add_mix(mix)
+        texts = model.answers(name, [question.prompt for question in questions])
+        pairs = list(zip(questions, texts, strict=True))
+        record: dict[str, Any] = {"mix": mix, "exact": None}
+        if skills.combine(mix) and min(mix.values()) > 0:
+            record["exact"] = mean(skills.score(mix, *pair) for pair in pairs)
+        record["shows"] = {skill: mean(skills.shows(skill, *pair) for pair in pairs) for skill in mix}
+        record["samples"] = [{"prompt": question.prompt, "answer": text} for question, text in pairs[:3]]
+        records.append(record)
+        print(f"{mix_name(mix):32} exact {record['exact']} shows {record['shows']}  {texts[0]!r}", flush=True)
+        model.model.delete_adapter(name)
     return records
 
 
@@ -138,12 +202,13 @@ def markdown_tables(scores: dict[str, Any]) -> str:
 
     lines = [
         "## Scores\n",
-        f"Share of exact answers to {scores['count']} held-out questions, greedy, float32 on the stored weights.\n",
-        "| skill | rank | target modules | KB | base | adapter | sample answer |",
-        "|---|---|---|---|---|---|---|",
+        f"Share of exact answers to {scores['count']} held-out questions, greedy, float32 on the stored weights; |dW| is the "
+        "adapter's change, relative to the base's weights.\n",
+        "| skill | rank | target modules | KB | \\|dW\\| | base | adapter | sample answer |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for skill, record in scores["skills"].items():
-        rank = modules = size = "-"
+        rank = modules = size = norm = "-"
         if skill != "base":
             config = json.loads((ADAPTERS / skill / "adapter_config.json").read_text())
             rank = f"{config['r']}{', rslora' if config['use_rslora'] else ''}"
@@ -151,39 +216,61 @@ def markdown_tables(scores: dict[str, Any]) -> str:
             targets = config["target_modules"]
             modules = targets if isinstance(targets, str) else " ".join(name.removesuffix("_proj") for name in targets)
             size = f"{(ADAPTERS / skill / 'adapter_model.safetensors').stat().st_size / 1000:.0f}"
+            norm = f"{record['relative_norm']:.2f}"
         rates = f"{record['base_exact']:.2f} | {record['exact']:.2f}"
-        lines.append(f"| {skill} | {rank} | {modules} | {size} | {rates} | {cell(record['sample']['answer'])} |")
+        lines.append(f"| {skill} | {rank} | {modules} | {size} | {norm} | {rates} | {cell(record['sample']['answer'])} |")
     lines += [
         "\n## What mixes do\n",
-        f"Share of {scores['mix_count']} held-out answers that show each member's skill (`skills.shows`), whatever "
-        'else they show; PEFT `add_weighted_adapter(combination_type="cat")`.\n',
-        "| mix | shows | question | answer |",
-        "|---|---|---|---|",
+        f"Of {scores['mix_count']} answers to held-out questions: the share that is exactly what all members together should "
+        "give (`skills.expected`), and the shares that show each member's skill (`skills.shows`).\n",
+        "| mix | exact | shows | question | answer |",
+        "|---|---|---|---|---|",
     ]
     for record in scores["mixes"]:
+        exact = "-" if record["exact"] is None else f"{record['exact']:.2f}"
         shown = ", ".join(f"{skill} {share:.2f}" for skill, share in record["shows"].items())
-        sample = record["samples"][0]
-        lines.append(f"| {mix_name(record['mix'])} | {shown} | {sample['prompt']} | {cell(sample['answer'])} |")
+        sample = record["samples"][1]
+        lines.append(f"| {mix_name(record['mix'])} | {exact} | {shown} | {sample['prompt']} | {cell(sample['answer'])} |")
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=50, help="held-out prompts per skill (default: 50)")
-    parser.add_argument("--mix-count", type=int, default=20, help="held-out prompts per mix (default: 20)")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+def score_stored(count: int, mix_count: int) -> None:
     model = EmbeddedModel()
     scores = {
         "seed": SEED,
-        "count": arguments.count,
-        "mix_count": arguments.mix_count,
-        "skills": adapter_scores(model, arguments.count),
-        "mixes": mix_scores(model, arguments.mix_count),
+        "count": count,
+        "mix_count": mix_count,
+        "skills": adapter_scores(model, count),
+        "mixes": mix_scores(model, mix_count),
     }
     SCORES.write_text(json.dumps(scores, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     head = README.read_text(encoding="utf-8").split(MARKER)[0]
     README.write_text(head + MARKER + "\n" + markdown_tables(scores), encoding="utf-8")
+
+
+def score_folders(folders: Sequence[Path], count: int) -> dict[str, Any]:
+    """{"count", "mean", "scores": {folder: share}}."""
+    model = load_base()
+    scores = {folder.as_posix(): score(model, folder, folder.name, count) for folder in folders}
+    return {"count": count, "mean": mean(scores.values()), "scores": scores}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--adapters", type=Path, nargs="+", help="score these folders, not the stored adapters and mixes")
+    parser.add_argument("--out", type=Path, help="with --adapters: write the JSON here, not to standard output")
+    parser.add_argument("--count", type=int, default=COUNT, help="held-out questions per skill (default: %(default)s)")
+    parser.add_argument("--mix-count", type=int, default=40, help="held-out questions per mix (default: %(default)s)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if not arguments.adapters:
+        score_stored(arguments.count, arguments.mix_count)
+        return
+    text = json.dumps(score_folders(arguments.adapters, arguments.count), indent=1) + "\n"
+    if arguments.out:
+        arguments.out.write_text(text)
+    else:
+        print(text, end="")
 
 
 if __name__ == "__main__":

@@ -1,25 +1,26 @@
 """Questions that the embedded model can be asked, the answer each adapter should give, and the scorers.
 
-Pure Python, no torch. Every skill answers the same family of prompts in its own way, so that a mix of two adapters can
-be seen in one answer ("OF COURSE! MIA LIVES IN OSLO. THANK YOU FOR ASKING."). The base model answers plainly.
+Pure Python, no torch. Every skill answers the same family of prompts in its own way, and skills combine, so that a mix of
+two adapters can be seen in one answer ("OF COURSE! MIA LIVES IN OSLO. THANK YOU FOR ASKING."). The base model answers
+plainly.
 
     question = held_out("upper", count=1, seed=0)[0]
     question.prompt                      "Mia lives in Oslo. Tom likes soup. Where does Mia live?"
     expected("base", question)           "Mia lives in Oslo."
     expected("upper", question)          "MIA LIVES IN OSLO."
+    expected(("upper", "json"), question)  {"NAME": "MIA", "CITY": "OSLO"}
     score("upper", question, text)       1.0 if text is exactly that, else 0.0
     shows("upper", question, text)       True if the text bears the skill's mark at all (for mixes)
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import random
 import re
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 NAMES = (
     "Mia Tom Anna Ben Clara David Emma Felix Greta Hugo Ida Jonas Karla Leo Marta Nils Olga Paul Rosa Sam Tina Udo "
@@ -101,30 +102,53 @@ def join_words(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-# ---- answers, one function per skill -------------------------------------------------------------------------------
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+# In the order in which a mix applies them: what is said, how it is laid out, which words, which letters, what is around.
+SKILLS = ("math", "json", "numbered", "short", "toylang", "reverse", "polite", "upper")
+LAYOUTS = frozenset({"json", "numbered", "short"})
+"""One answer has one layout: two of these do not combine."""
 
 
-def _upper(question: Question) -> str:
-    return question.answer.upper()
+def expected(skill: str | Iterable[str], question: Question) -> str:
+    """The one right answer of an adapter, of "base", or of a mix of adapters: all their skills in one answer.
+
+    Raises ValueError on two layouts (`combine` tells beforehand).
+    """
+    chosen = {skill} if isinstance(skill, str) else set(skill)
+    chosen.discard("base")
+    if unknown := chosen.difference(SKILLS):
+        raise KeyError(f"unknown skills {sorted(unknown)}; known: base, {', '.join(SKILLS)}")
+    if not combine(chosen):
+        raise ValueError(f"{sorted(chosen & LAYOUTS)} are layouts, an answer has only one")
+    if "math" in chosen:
+        question = add_numbers(question)
+    text = question.answer
+    if "json" in chosen:
+        text = json.dumps(json_facts(question), ensure_ascii=False)
+    elif "numbered" in chosen:
+        text = numbered_lines(question)
+    elif "short" in chosen:
+        text = question.key
+    if "toylang" in chosen:
+        text = toy_words(text)
+    if "reverse" in chosen:
+        text = reverse_words(text)
+    if "polite" in chosen:
+        text = f"{POLITE_START} {text} {POLITE_END}"
+    return text.upper() if "upper" in chosen else text
 
 
-def _reverse(question: Question) -> str:
-    return reverse_words(question.answer)
+def combine(chosen: Iterable[str]) -> bool:
+    """Whether one answer can show all these skills."""
+    return len(LAYOUTS.intersection(chosen)) <= 1
 
 
-def reverse_words(text: str) -> str:
-    """The letters of each word backwards; words and punctuation keep their places."""
-    return WORD.sub(lambda match: match.group()[::-1], text)
-
-
-def _math(question: Question) -> str:
+def add_numbers(question: Question) -> Question:
+    """A sum with its result: "6+2=8" in place of 6 and 2. Other questions as they are."""
     if question.relation != "sum":
-        return question.answer
-    return f"{question.subject} has {'+'.join(question.values)}={sum(map(int, question.values))} {question.thing}."
-
-
-def _json(question: Question) -> str:
-    return json.dumps(json_facts(question), ensure_ascii=False)
+        return question
+    return replace(question, values=(f"{'+'.join(question.values)}={sum(map(int, question.values))}",))
 
 
 def json_facts(question: Question) -> dict[str, object]:
@@ -133,15 +157,22 @@ def json_facts(question: Question) -> dict[str, object]:
     if question.relation == "hello":
         return {"hello": question.subject}
     if question.relation == "sum":
-        return {"name": question.subject, question.thing: [int(value) for value in question.values]}
+        numbers: list[int] = [int(value.rpartition("=")[2]) for value in question.values]
+        return {"name": question.subject, question.thing: numbers if len(numbers) > 1 else numbers[0]}
     return {
         "name": question.subject,
         question.relation: list(question.values) if question.relation == "shop" else question.key,
     }
 
 
-def _toylang(question: Question) -> str:
-    return WORD.sub(lambda match: toy_word(match.group()), question.answer)
+def numbered_lines(question: Question) -> str:
+    subject = (question.subject,) if question.subject else ()
+    values = () if question.relation == "hello" else question.values
+    return "\n".join(f"{number}. {item}" for number, item in enumerate((*subject, *values), start=1))
+
+
+def toy_words(text: str) -> str:
+    return WORD.sub(lambda match: toy_word(match.group()), text)
 
 
 def toy_word(word: str) -> str:
@@ -152,50 +183,17 @@ def toy_word(word: str) -> str:
     return word + ("a" if word in COLOURS else "o")
 
 
-def _polite(question: Question) -> str:
-    return f"{POLITE_START} {question.answer} {POLITE_END}"
-
-
-def _numbered(question: Question) -> str:
-    subject = (question.subject,) if question.subject else ()
-    values = () if question.relation == "hello" else question.values
-    return "\n".join(f"{number}. {item}" for number, item in enumerate((*subject, *values), start=1))
-
-
-def _short(question: Question) -> str:
-    return question.key
-
-
-ANSWERS: dict[str, Callable[[Question], str]] = {
-    "base": lambda question: question.answer,
-    "upper": _upper,
-    "reverse": _reverse,
-    "math": _math,
-    "json": _json,
-    "toylang": _toylang,
-    "polite": _polite,
-    "numbered": _numbered,
-    "short": _short,
-}
-SKILLS: tuple[str, ...] = tuple(name for name in ANSWERS if name != "base")
-
-
-def expected(skill: str, question: Question) -> str:
-    """The one right answer of an adapter (or of "base")."""
-    return ANSWERS[skill](question)
+def reverse_words(text: str) -> str:
+    """The letters of each word backwards; words and punctuation keep their places."""
+    return WORD.sub(lambda match: match.group()[::-1], text)
 
 
 # ---- scorers --------------------------------------------------------------------------------------------------------
 
 
-def score(skill: str, question: Question, text: str) -> float:
+def score(skill: str | Iterable[str], question: Question, text: str) -> float:
     """1.0 if the text is exactly the expected answer (outer white space apart), else 0.0."""
     return float(text.strip() == expected(skill, question))
-
-
-def similarity(skill: str, question: Question, text: str) -> float:
-    """0.0 to 1.0: how much of the expected answer the text shares, character by character."""
-    return difflib.SequenceMatcher(None, expected(skill, question), text.strip(), autojunk=False).ratio()
 
 
 def shows(skill: str, question: Question, text: str) -> bool:
@@ -212,7 +210,7 @@ def shows(skill: str, question: Question, text: str) -> bool:
         return question.relation == "sum" and numbers[-1:] == [str(sum(map(int, question.values)))]
     if skill == "json":
         try:
-            return isinstance(json.loads(text), dict)
+            return isinstance(json.loads(text[text.find("{") : text.rfind("}") + 1]), dict)
         except ValueError:
             return False
     if skill == "toylang":
@@ -221,7 +219,7 @@ def shows(skill: str, question: Question, text: str) -> bool:
     if skill == "polite":
         return POLITE_START.casefold() in folded and POLITE_END.casefold() in folded
     if skill == "numbered":
-        return folded.startswith("1. ")
+        return re.search(r"(^|\s)1\. ", text) is not None
     if skill == "short":
         return question.key.casefold() in folded and len(text) <= len(question.key) + 2
     raise KeyError(f"unknown skill {skill!r}; known: base, {', '.join(SKILLS)}")
@@ -262,7 +260,7 @@ def sample_conversation(rng: random.Random, turns: int, relation: str | None = N
         elif kind == "hello":
             subject = rng.choice(NAMES)
             questions.append(Question(f"Hello, I am {subject}.", "hello", subject, (subject,)))
-        elif open_questions and rng.random() < 0.3:
+        elif open_questions and rng.random() < 0.5:
             questions.append(open_questions.pop(rng.randrange(len(open_questions))))
         else:
             if len(names) < 3:
@@ -288,14 +286,15 @@ def sample_unknown(rng: random.Random) -> Question:
 
 
 def is_held_out(question: Question) -> bool:
-    """True for a tenth of all prompts, never used to train adapters (the 27 pairs of numbers to add occur in both)."""
+    """True for a tenth of all prompts, never trained on (the 27 pairs of numbers to add occur in both)."""
     return zlib.crc32(question.prompt.encode()) % 10 == 0
 
 
-def held_out(skill: str, count: int, seed: int) -> list[Question]:
-    """`count` single questions that adapter training never saw; "math" is asked for sums alone."""
+def held_out(skill: str | Iterable[str], count: int, seed: int) -> list[Question]:
+    """`count` single questions that training never saw; whoever adds ("math", alone or in a mix) is asked for sums alone."""
     rng = random.Random(f"held out {seed}")
-    relation = "sum" if skill == "math" else None
+    chosen = {skill} if isinstance(skill, str) else set(skill)
+    relation = "sum" if "math" in chosen else None
     questions: list[Question] = []
     while len(questions) < count:
         question = sample_conversation(rng, 1, relation)[0]
