@@ -23,7 +23,7 @@ from sglang_lora_tree.adapters.error import AdapterError
 
 CONFIG_NAME = "adapter_config.json"
 ALL_LINEAR = "all-linear"
-MATCHING_SECONDS = 10
+MATCHING_SECONDS = 3
 """Processor time that an adapter's regular expressions may take in all; sane ones take milliseconds."""
 
 # Fields that decide the result and are read below.

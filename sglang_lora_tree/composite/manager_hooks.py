@@ -20,7 +20,7 @@ from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.io_struct import LoRAUpdateOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.plugins.hook_registry import HookType
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_serving
 
 from sglang_lora_tree.adapters.base_shape import BaseShape
 from sglang_lora_tree.composite.activation_hooks import can_activate
@@ -91,6 +91,7 @@ class TreeLoRAManager(LoRAManager):
     def _register_at_start(self, ref: LoRARef) -> None:
         name, path = str(ref.lora_name), str(ref.lora_path)
         try:
+            check_name(name, get_serving().served_model_name)
             folder = find_folder(path)
             outline = LocalFiles().outline(folder, name, self.base)
         except (OSError, ValueError) as error:
@@ -150,6 +151,11 @@ class TreeLoRAManager(LoRAManager):
     def _begin(self, ref: LoRARef, reply: Reply, find: Callable[[], str]) -> None:
         residency = self._residency()
         name = str(ref.lora_name)
+        try:
+            check_name(name, get_serving().served_model_name)
+        except ValueError as error:
+            reply(self._result(str(error)))
+            return
         known = next((r.name for s in self.store for r in s.registrations.values() if r.name == name), None)
         if known is not None:
             reply(self._result(f"adapter {name} is loaded already: unload it first, or choose another name"))
@@ -254,6 +260,16 @@ class TreeLoRAManager(LoRAManager):
 
 
 _NO_MEMBERS = np.empty((0, 2))
+
+
+def check_name(name: str, base_name: str | None) -> None:
+    """ValueError if requests could not name an adapter by this name, or would mean the base model."""
+    if not name or not name.isprintable() or name != name.strip():
+        raise ValueError(
+            f"adapter {name!r}: a name is printable text without spaces at its ends, for requests to write; choose another"
+        )
+    if name == base_name:
+        raise ValueError(f"adapter {name!r}: this is the name of the base model; choose another")
 
 
 def find_folder(path: str) -> str:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.managers.io_struct import LoRAUpdateOutput
 from sglang.srt.managers.schedule_batch import Req
@@ -345,6 +346,8 @@ def load_from_tensors(original: Callable[..., Any], scheduler: Any, recv_req: An
     try:
         tensors = scheduler.tp_worker.deserialize_own_rank(recv_req.serialized_named_tensors)
         named = dict(tensors)
+        if not all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in named.items()):
+            raise TypeError("these are no named tensors")
     except Exception as error:  # bytes from a client
         reply(LoRAUpdateOutput(success=False, error_message=f"the serialized tensors cannot be read: {error}"))
         return None
