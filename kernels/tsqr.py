@@ -90,7 +90,7 @@ def gram(
 ) -> torch.Tensor:
     """X^T X of every matrix, float64 (M, R, R). See tsqr_reference.gram; its sums are added in another order.
 
-    block_rows, num_warps, num_stages: how the kernel is launched; the defaults are the fastest found on an H200.
+    block_rows, num_warps, num_stages: how the kernel is launched; benchmarks/fleet.py tries others.
     """
     _check_rank(batch)
     splits = _splits(batch)
