@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.pool_host import base as pool_host
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import get_context
@@ -371,6 +372,7 @@ class Simulator:
 
 def _build_cache(eviction_policy: str, pool_slots: int, host_slots: int) -> LoraTreeCache:
     cpu_hooks.install()
+    pool_host.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # a megabyte or two: no reason to leave gigabytes free
     cache_hooks.register()
     context = get_context().override_server_args(
         device="cpu",
