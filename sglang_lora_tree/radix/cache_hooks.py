@@ -130,9 +130,11 @@ class LoraTreeCache(UnifiedRadixCache):
     def look_ahead(self, key: RadixKey) -> None:
         """A request that will be looking for ``key`` waits: what it will find counts as used now."""
         self.touch_prefix(key)
-        lora_node = self.tree_core.lora_nodes.get(identity_of(key.extra_key))
-        for member in () if lora_node is None else lora_node.members:
-            self.tree_core.touch(self.tree_core.lora_nodes[member].node)
+        lora_nodes = self.tree_core.lora_nodes
+        mix = lora_nodes.get(identity_of(key.extra_key))
+        for member in () if mix is None else mix.members:
+            if member in lora_nodes:  # host memory may have dropped it; the mix, off the GPU, outlives it there
+                self.tree_core.touch(lora_nodes[member].node)
 
     # ---- What residency asks for ----
 

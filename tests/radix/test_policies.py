@@ -354,3 +354,19 @@ def test_a_chosen_stock_policy_is_kept():
         node = Node()
         node.hit_count = 7
         assert tree.core.policy.static_key(node) == (7, 0.0)
+
+
+def test_a_mix_off_the_gpu_outlives_its_members_in_host_memory(tmp_path: Any):
+    """Who looks ahead for one touches the members that are left."""
+    with Tree(pool_slots=200, host_slots=400) as tree:
+        for seed in range(2):
+            tree.load(str(seed), write_adapter(tmp_path / str(seed), rank=1, seed=seed))
+        demand = tree.demand({"0": 0.5, "1": 0.5})
+        tree.bring_mix(demand)
+        tree.settle()
+        tree.cache.evict_some(1000)
+        tree.core.touch(tree.core.lora_nodes[demand.identity].node)
+        tree.cache.evict_host(1)
+        left = set(tree.core.lora_nodes)
+        assert demand.identity in left and not left.issuperset(demand.members)
+        tree.cache.look_ahead(RadixKey(array("q", [1, 2, 3]), tree.key(demand)))
