@@ -227,10 +227,3 @@ def test_refusals(client: Client, odd_name: str) -> None:
     for name, folder in client.live.adapters.items():
         assert client.server.unload(name).status_code == 200
         assert client.server.load(name, folder).status_code == 200
-
-
-@on("float32")
-def test_no_storage_backend_while_running(client: Client) -> None:
-    """SGLang can attach one to a running server; adapters' rows would be stored and found as KV."""
-    response = requests.put(client.server.url + "/hicache/storage-backend", json={"hicache_storage_backend": "file"}, timeout=60)
-    assert response.status_code >= 400 and "adapter rows" in response.text, response.text

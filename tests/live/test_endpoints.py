@@ -33,7 +33,7 @@ def forms(base: str) -> list[tuple[str, dict[str, Any], Any]]:
 
 def test_responses(client: Client) -> None:
     """/v1/responses says what /generate says, streams included."""
-    body = {"input": QUESTION, "temperature": 0, "max_output_tokens": NUM_NEW}
+    body = {"input": QUESTION, "temperature": 0, "max_output_tokens": NUM_NEW + 2}  # SGLang keeps two back
     for model, fields, mix in forms(client.base):
         response = client.server.post("/v1/responses", {**body, "model": model, **fields})
         assert response.status_code == 200, response.text

@@ -700,6 +700,12 @@ def test_a_flush_keeps_adapters_usable(make_tree, page_size: int) -> None:
         assert tree.cache.num_free_slots == tree.cache.num_pool_slots
 
 
+def test_no_storage_backend_is_attached_while_running(make_tree) -> None:
+    """SGLang can (PUT /hicache/storage-backend); adapters' rows would be stored, and found again as KV."""
+    attached, message = make_tree("a").cache.attach_storage_backend(storage_backend="file")
+    assert not attached and "adapter rows" in message
+
+
 # ---- Conversations ----
 
 
