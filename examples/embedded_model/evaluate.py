@@ -3,7 +3,7 @@
     python examples/embedded_model/evaluate.py                                        what is stored here
     python -m examples.embedded_model.evaluate --adapters FOLDER... [--out FILE]      any adapters of this base, as JSON
 
-The second form takes a folder's name for its task: a skill, a mix of skills ("json-upper"), or one of fleet.py's tasks.
+The second form takes a folder's name for its task: a skill, a mix of skills ("json-upper"), or one of train_fleet.py's tasks.
 Mixes are computed by PEFT's add_weighted_adapter(combination_type="cat"): dW = sum of weight * scaling * B A.
 """
 

@@ -1,4 +1,4 @@
-"""The tasks of the fleet that fleet.py trains: skills, mixes of skills, and new ways to answer that the base never saw.
+"""The tasks of the fleet that train_fleet.py trains: skills, mixes of skills, and new ways to answer that the base never saw.
 
 Pure Python, no torch. A task is named by a word that is fit for a folder's name; skills joined by "-" are one task.
 """

@@ -14,11 +14,11 @@ FOLDER = Path(__file__).resolve().parents[2] / "examples" / "embedded_model"
 sys.path.insert(0, str(FOLDER))
 
 import corpus  # noqa: E402
-import fleet  # noqa: E402
 import skills  # noqa: E402
 import tasks  # noqa: E402
 import torch  # noqa: E402
 import train  # noqa: E402
+import train_fleet  # noqa: E402
 from evaluate import EmbeddedModel, mix_name  # noqa: E402
 from mixed_lora import mix_rows, set_mixes, unmix_rows  # noqa: E402
 
@@ -186,7 +186,7 @@ def test_training_never_sees_held_out_questions() -> None:
     for documents in (
         corpus.mix_documents(random.Random(0), ("upper",), max_turns=1),
         corpus.base_documents(0, max_turns=1),
-        fleet.task_documents("xml", random.Random(0)),
+        train_fleet.task_documents("xml", random.Random(0)),
     ):
         for _ in range(1000):
             ids, _ = next(documents)

@@ -1,6 +1,6 @@
 """Trains a fleet of adapters of one high rank, one per task of tasks.py, to see what compression to a lower rank costs.
 
-    python examples/embedded_model/fleet.py --out FOLDER [--tasks quoted json-upper ...]
+    python examples/embedded_model/train_fleet.py --out FOLDER [--tasks quoted json-upper ...]
 
 Each adapter is a PEFT folder named after its task; FOLDER/scores.json holds the scores (share of exact answers to held-out
 questions) of base and adapter. The fleet's weights are not in the repository, its scores are: fleet_scores.json.
