@@ -235,7 +235,7 @@ def converse(server: Server, names: Sequence[str], seed: int) -> Measured:
         history: list[int] = []
         for turn in turns:
             history = [*history, *turn]
-            history += stream(server, history, mix, measured)
+            history = [*history, *stream(server, history, mix, measured)]  # a new list: the old one is what was asked
 
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         for future in [pool.submit(talk, case) for case in plans_of_talk]:
