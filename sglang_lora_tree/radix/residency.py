@@ -438,9 +438,15 @@ class Residency:
     def _must_wait_for_blocker(self, request_id: str, demand: Demand | None) -> bool:
         if self._blocker is None or self._blocker == request_id:
             return False
-        if self._passes_waited[self._blocker] >= OVERTAKE_FACTOR * self.settings.patience_passes:
+        if self._holds_everybody_back():
             return True
         return demand is not None and not all(self.core.is_resident(member) for member in demand.members)
+
+    def _holds_everybody_back(self) -> bool:
+        """Whether nobody but the blocker may be admitted."""
+        if self._blocker is None:
+            return False
+        return self._passes_waited[self._blocker] >= OVERTAKE_FACTOR * self.settings.patience_passes
 
     def _bring(self, request_id: str, demand: Demand, absent: list[str], room: int, alone: bool) -> None:
         hold = self._holds.setdefault(request_id, _Hold())
@@ -472,7 +478,12 @@ class Residency:
 
     def _note_no_room(self, request_id: str, alone: bool) -> None:
         self._passes_waited[request_id] = self._passes_waited.get(request_id, 0) + 1
-        if alone or self._blocker == request_id:
+        if self._blocker == request_id and self._holds_everybody_back():
+            # One that was retracted stands before the blocker, and what it holds is of no use while it may not run.
+            for name, hold in self._holds.items():
+                if name != request_id:
+                    hold.release()
+        elif alone or self._blocker == request_id:
             # Nothing runs that would make room by finishing: what younger requests hold is all there is.
             self.release_holds(younger_than=request_id)
 

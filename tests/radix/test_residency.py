@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from sglang_lora_tree.config import Settings
@@ -253,6 +253,13 @@ asked = st.tuples(
     page_size=st.sampled_from([1, 4]),
     pin_after=st.integers(0, 40),
 )
+@example(  # a retracted mix stood before the blocker and held what that needed
+    requests=[
+        ({"a": 1.0}, 16, 13), ({"b": 1.0}, 15, 30), (None, 13, 22), ({"a": 0.5, "b": 2.0}, 18, 19), (None, 10, 18),
+        ({"a": 0.5, "b": 2.0}, 4, 20), (None, 13, 36), (None, 9, 28), (None, 18, 13), ({"a": 0.5, "b": 2.0}, 5, 13),
+    ],
+    ratio=1.0, delay_loads=3, pool_slots=56, page_size=4, pin_after=23,
+)  # fmt: skip
 def test_no_running_request_is_ever_aborted(
     folder: Path, requests: list, ratio: float, delay_loads: int, pool_slots: int, page_size: int, pin_after: int
 ) -> None:
