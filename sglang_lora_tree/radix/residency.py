@@ -373,13 +373,13 @@ class Residency:
         if not batch_formed:
             self.cache.submit_loads()
 
-    def release_holds(self, younger_than: str | None = None) -> bool:
-        """Take back what waiting requests hold: all of them, or those behind one in the queue. True if there was any."""
+    def release_holds(self, younger_than: str | None = None, but: str | None = None) -> bool:
+        """Take back what waiting requests hold: all, those behind one in the queue, or all but one. True if there was any."""
         place = self._places.get(younger_than, -1) if younger_than is not None else -1
         names = [
             name
             for name, hold in self._holds.items()
-            if self._places.get(name, 0) > place and (hold.device or hold.host)
+            if self._places.get(name, 0) > place and name != but and (hold.device or hold.host)
         ]
         for name in names:
             self._holds[name].release()  # not popped: its request may be bringing something in at this moment
@@ -480,9 +480,7 @@ class Residency:
         self._passes_waited[request_id] = self._passes_waited.get(request_id, 0) + 1
         if self._blocker == request_id and self._holds_everybody_back():
             # One that was retracted stands before the blocker, and what it holds is of no use while it may not run.
-            for name, hold in self._holds.items():
-                if name != request_id:
-                    hold.release()
+            self.release_holds(but=request_id)
         elif alone or self._blocker == request_id:
             # Nothing runs that would make room by finishing: what younger requests hold is all there is.
             self.release_holds(younger_than=request_id)
