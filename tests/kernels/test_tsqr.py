@@ -6,12 +6,11 @@ Without a GPU this file runs itself once more with TRITON_INTERPRET=1, which Tri
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreter import run_interpreted
 
 from sglang_lora_tree.kernels import tsqr_reference
 from sglang_lora_tree.kernels.tall_batch import TallBatch, pad_rank
@@ -37,18 +36,7 @@ def batch_of(wide: bool, dtype: torch.dtype = torch.float32, shapes=SHAPES) -> T
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="the tests themselves run here")
 @pytest.mark.timeout(600)  # about 60 s on an idle core
 def test_under_the_interpreter():
-    pytest.importorskip("triton")
-    file = Path(__file__)
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", str(file)],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=file.parents[2],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    print(run.stdout)
-    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-4000:]
+    run_interpreted(Path(__file__))
 
 
 @compiled_or_interpreted
