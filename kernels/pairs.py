@@ -47,7 +47,7 @@ class Pairs:
         weights (float32 bits).
     num_items : int
         How many items z must have room for: of the last `update`, or of any with `for_graphs`.
-    bs, num_tokens, num_pairs : int
+    num_tokens : int
         Of the last `update`.
     launch_items : int
         The most items that kernels must expect in a tile: of the last `update`, or of any with `for_graphs`.
@@ -150,7 +150,7 @@ class Pairs:
             flat = np.fromiter(numbers, dtype=np.float64, count=2 * num_pairs).reshape(num_pairs, 2)
         adapters, weights = flat[:, 0].astype(np.int64), flat[:, 1]
 
-        self.bs, self.num_tokens, self.num_pairs = bs, num_tokens, num_pairs
+        self.num_tokens = num_tokens
         self._last = batch
         self.__dict__.pop("groups", None)
         num_items = self._write(lens, counts, adapters, weights)
