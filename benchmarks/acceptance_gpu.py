@@ -1,4 +1,4 @@
-"""Acceptance on a GPU, in one run: exact answers with graphs off and on, bf16 error, the 8B shape, swap-in rate.
+"""Acceptance on a GPU, in one run: exact answers with graphs off and on, bf16 error, the 8B shape.
 
     python -m benchmarks.acceptance_gpu [--phases eager graphs bf16 llama8b] [--out FOLDER]
 
@@ -220,8 +220,7 @@ def bf16_error(work: Path) -> Records:
 
 
 def llama8b(work: Path) -> Records:
-    """Llama-3-8B's shape, random weights, bf16: 32 requests of 256 + 128 tokens, base, 8 adapters, mixes of 3; then 8 adapters
-    swapped in by one load operation, against a plain pinned copy of as many bytes."""
+    """Llama-3-8B's shape, random weights, bf16: 32 requests of 256 + 128 tokens, base, 8 adapters, mixes of 3."""
     folder = make_llama8b_config(work / "llama8b")
     adapters = {f"x{index}": write_adapter(work / f"x{index}", index) for index in range(8)}
     options = ["--model-path", str(folder), "--load-format", "dummy", "--skip-tokenizer-init", "--lora-tree"]
@@ -252,48 +251,8 @@ def llama8b(work: Path) -> Records:
                     note="32 parallel requests, 256 prompt + 128 new tokens, decode graphs",
                 )
             )
-        records += swap_in(server, names, rng)
         records.append(results.record("invalid_kv/llama8b", server.tree()["invalid_kv"], "tokens", limit="value <= 0"))
     return records
-
-
-def swap_in(server: Server, names: Sequence[str], rng: random.Random) -> Records:
-    """All adapters pushed out by base prompts, then swapped in by one load operation for a mix of all of them."""
-    everything = dict.fromkeys(names, 1 / len(names))
-    rates = []
-    for _ in range(3):
-        for _ in range(6):
-            prompt = [rng.randrange(2, 120000) for _ in range(7000)]
-            server.generate(input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": 1})
-        before = server.tree()["counters"]
-        start = time.monotonic()
-        server.generate(
-            input_ids=[rng.randrange(2, 120000) for _ in range(8)],
-            lora_path=text(everything),
-            sampling_params={"temperature": 0, "max_new_tokens": 1},
-        )
-        first_token = time.monotonic() - start
-        after = server.tree()["counters"]
-        moved, seconds = after["load_bytes"] - before["load_bytes"], after["load_seconds"] - before["load_seconds"]
-        swap_ins = after["swap_ins"] - before["swap_ins"]
-        size, lasted = f"{moved / 1e6:.0f} MB", f"{seconds * 1e3:.2f} ms"
-        print(f"swap-in: {swap_ins} adapters, {size} in {lasted}; first token {first_token * 1e3:.0f} ms")
-        if seconds > 0 and swap_ins == len(names):
-            rates.append((moved / seconds / 1e9, moved, first_token))
-    if not rates:
-        return []
-    rate = statistics.median(rate for rate, _, _ in rates)
-    copy = pinned_copy_rate(int(rates[0][1]))
-    return [
-        results.record(
-            f"swap_in_rate/{len(names)}_adapters",
-            rate,
-            "GB/s",
-            baseline=("pinned host-to-device copy of as many bytes", copy),
-            limit="ratio >= 0.8",
-            note=f"one load operation, start event to finish event; first token after {rates[0][2] * 1e3:.0f} ms",
-        )
-    ]
 
 
 def run_32(server: Server, rng: random.Random, choose: Callable[[int], Mix | None], num_new: int) -> float:
@@ -313,21 +272,6 @@ def run_32(server: Server, rng: random.Random, choose: Callable[[int], Mix | Non
         )
     assert all(len(answer["output_ids"]) == num_new for answer in answers)
     return 32 * num_new / (time.monotonic() - start)
-
-
-def pinned_copy_rate(num_bytes: int) -> float:
-    """GB/s of a plain copy from pinned host memory, median of 9."""
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-    times = []
-    for _ in range(12):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        device.copy_(host, non_blocking=True)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return num_bytes / statistics.median(times[3:]) / 1e9
 
 
 def make_llama8b_config(folder: Path) -> Path:

@@ -21,23 +21,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.mem_cache.pool_host import base as pool_host
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_cache.components import ComponentType
-from sglang.srt.runtime_context import get_context
 
+from benchmarks.standalone_cache import build_cache
 from benchmarks.workloads import CONSTANTS, TOKENS_PER_SLOT, Job
-from sglang_lora_tree.platforms import cpu_hooks
-from sglang_lora_tree.radix import cache_hooks
-from sglang_lora_tree.radix.cache_hooks import LoraTreeCache
 from sglang_lora_tree.radix.eval import EvalParameters, low_lora
 from sglang_lora_tree.radix.identity import adapter_identity, namespace_key
 from sglang_lora_tree.radix.policies import POLICIES, RetentionPolicy, RetentionState
-from sglang_lora_tree.radix.tree_core_hooks import TREE_CORE_NAME, LoraFullComponent
 
 COSTS = CONSTANTS["costs"]
 BYTES_PER_SLOT = CONSTANTS["bytes_per_token"] * TOKENS_PER_SLOT
@@ -114,7 +105,8 @@ class Simulator:
         plan_period: float | None = CONSTANTS["plan_period_s"],
         look_ahead: bool = False,
     ) -> None:
-        self.cache = _build_cache(policy if isinstance(policy, str) and policy not in POLICIES else "lru", pool_slots, host_slots)
+        stock = policy if isinstance(policy, str) and policy not in POLICIES else "lru"
+        self.cache = build_cache(pool_slots, host_slots, eviction_policy=stock)
         self.core = self.cache.tree_core
         self.state = RetentionState(bytes_per_slot=BYTES_PER_SLOT, pool_slots=pool_slots)
         make = policy if callable(policy) else POLICIES.get(policy)
@@ -368,37 +360,3 @@ class Simulator:
         self.core.set_eval_parameters(EvalParameters(now=self.now, low_lora=wanted, **changes))
         if wanted:
             self.outcome.near_low_lora.append(abs(self.state.resident_adapters / wanted - 1) <= 0.05)
-
-
-def _build_cache(eviction_policy: str, pool_slots: int, host_slots: int) -> LoraTreeCache:
-    cpu_hooks.install()
-    pool_host.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # a megabyte or two: no reason to leave gigabytes free
-    cache_hooks.register()
-    context = get_context().override_server_args(
-        device="cpu",
-        page_size=1,
-        enable_hierarchical_cache=True,
-        hicache_io_backend="direct",
-        hicache_mem_layout="layer_first",
-        hicache_write_policy="write_through",
-        hicache_size=0,
-        hicache_ratio=host_slots / pool_slots,
-    )
-    server_args = context.install()
-    try:
-        pool = MHATokenToKVPool(pool_slots, 1, torch.float32, 1, 1, 1, "cpu", False)
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=ReqToTokenPool(1, 1, "cpu", False),
-            token_to_kv_pool_allocator=TokenToKVPoolAllocator(pool_slots, torch.float32, "cpu", pool, False),
-            page_size=1,
-            eviction_policy=eviction_policy,
-            tree_components=(ComponentType.FULL,),
-            component_registry_override={ComponentType.FULL: LoraFullComponent},
-            tree_core_backend=TREE_CORE_NAME,
-        )
-        cache = LoraTreeCache(params)
-        cache.init_hicache(server_args, params)
-    finally:
-        context.restore()
-    return cache

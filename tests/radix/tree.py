@@ -20,26 +20,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams, MatchResult
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
-from sglang.srt.runtime_context import get_context
 
+from benchmarks.standalone_cache import build_cache
 from sglang_lora_tree.adapters.adapter import Adapter, load_adapter
 from sglang_lora_tree.adapters.base_shape import MODULE_PATHS, MODULES, BaseShape
 from sglang_lora_tree.config import Settings
 from sglang_lora_tree.kernels.table import AdapterTable
-from sglang_lora_tree.platforms import cpu_hooks
-from sglang_lora_tree.radix import cache_hooks
-from sglang_lora_tree.radix.cache_hooks import LoraTreeCache
 from sglang_lora_tree.radix.identity import canonical_members, mix_identity, namespace_key
 from sglang_lora_tree.radix.layout import Outline, Packer
 from sglang_lora_tree.radix.residency import Demand, Residency, Verdict
 from sglang_lora_tree.radix.store import AdapterStore, Registration
-from sglang_lora_tree.radix.tree_core_hooks import TREE_CORE_NAME, LoraFullComponent
 
 BASE = BaseShape.from_hf_config(
     {
@@ -116,7 +109,7 @@ class LazyExecutor:
 
 
 class Tree:
-    """One rank. Close it (or use it as a context manager): SGLang's settings are global."""
+    """One rank. Close it, or use it as a context manager."""
 
     def __init__(
         self,
@@ -127,43 +120,19 @@ class Tree:
         base: BaseShape = BASE,
         eviction_policy: str = "lru",
     ) -> None:
-        cpu_hooks.install()
-        cache_hooks.register()
-        self._context = get_context().override_server_args(
-            device="cpu",
-            page_size=page_size,
-            enable_hierarchical_cache=True,
-            hicache_io_backend="direct",
-            hicache_mem_layout="layer_first",
-            hicache_write_policy="write_through",
-            hicache_size=0,
-            hicache_ratio=host_slots / pool_slots,
-        )
-        server_args = self._context.install()
         self.base = base
         self.page_size = page_size
         self.settings = dataclasses.replace(settings or Settings(), disk_readers=0)
-        head_num = base.num_kv_heads
-        pool = MHATokenToKVPool(
-            pool_slots, page_size, torch.float32, head_num, base.head_dim, base.num_layers, "cpu", False
-        )
-        allocator_class = TokenToKVPoolAllocator if page_size == 1 else PagedTokenToKVPoolAllocator
-        paging = () if page_size == 1 else (page_size,)
-        self.allocator = allocator_class(pool_slots, *paging, torch.float32, "cpu", pool, False)
-        cache_hooks.check_kv_pool(pool)
-        cache_hooks.check_allocator(self.allocator)
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=ReqToTokenPool(64, 1024, "cpu", False),
-            token_to_kv_pool_allocator=self.allocator,
+        self.cache = build_cache(
+            pool_slots,
+            host_slots,
+            num_layers=base.num_layers,
+            num_kv_heads=base.num_kv_heads,
+            head_dim=base.head_dim,
             page_size=page_size,
             eviction_policy=eviction_policy,
-            tree_components=(ComponentType.FULL,),
-            component_registry_override={ComponentType.FULL: LoraFullComponent},
-            tree_core_backend=TREE_CORE_NAME,
         )
-        self.cache = LoraTreeCache(params)
-        self.cache.init_hicache(server_args, params)
+        self.allocator = self.cache.token_to_kv_pool_allocator
         self.core = self.cache.tree_core
         self.store = AdapterStore()
         self.packer = Packer(base, self.cache.pool_shape)
@@ -178,7 +147,7 @@ class Tree:
         self.residency.reader._executor.shutdown()
         self.residency.reader._executor = LazyExecutor()
         host = self.cache.host_pool
-        self.device_planes = _planes(pool.k_buffer, pool.v_buffer)
+        self.device_planes = _planes(self.cache.pool.k_buffer, self.cache.pool.v_buffer)
         self.host_planes = _planes(host.k_data_refs, host.v_data_refs)
         self.private: dict[str, list[int]] = {}
         """Slots that running requests own and the tree does not."""
@@ -194,7 +163,6 @@ class Tree:
     def close(self) -> None:
         self.residency.reader.drain()
         self.residency.reader._executor.shutdown()
-        self._context.restore()
 
     # ---- Names ----
 
