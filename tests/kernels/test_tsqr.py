@@ -1,4 +1,4 @@
-"""FlashTSQR and Jacobi in Triton beside float64 and plain torch, on a GPU or under Triton's interpreter.
+"""FlashTSQR in Triton beside float64 and plain torch, on a GPU or under Triton's interpreter.
 
 Without a GPU this file runs itself once more with TRITON_INTERPRET=1, which Triton reads at import (see conftest.py).
 """
@@ -110,44 +110,6 @@ def check_apply(batch: TallBatch, kept: list[int], out_dtype: torch.dtype) -> No
     rounding = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[out_dtype]
     for found, wanted in zip(out, expected, strict=True):
         torch.testing.assert_close(found.float(), wanted, rtol=rounding, atol=rounding)
-
-
-@compiled_or_interpreted
-def test_jacobi():
-    """Random, ill-conditioned, zero, singular, tiny and huge matrices at once: sigma, orthogonal U and V, and U S V^T."""
-    from sglang_lora_tree.kernels import jacobi
-
-    size = 8
-    matrices = [random(size, size, seed=i).double() for i in range(5)]
-    matrices[0] = matrices[0] * torch.logspace(0, -7, size).double() @ matrices[1]
-    matrices[1][:, 3] = matrices[1][:, 5]
-    matrices[2] *= 1e-30
-    matrices[3] *= 1e30
-    matrices[4] = torch.linalg.qr(matrices[4])[0]
-    stack = torch.stack([*matrices, torch.zeros(size, size).double()]).to(DEVICE)
-    u, sigma, v = (part.double() for part in jacobi.svd(stack))
-    exact = torch.linalg.svdvals(stack)
-    largest = exact[:, :1].clamp_min(1e-300)
-    assert ((sigma - exact).abs() / largest).max() < 1e-6
-    product = (u * sigma[:, None, :]) @ v.mT
-    assert ((product - stack).abs().amax(2) / largest).max() < 2e-6
-    identity = torch.eye(size).double().to(DEVICE)
-    assert (v.mT @ v - identity).abs().max() < 1e-5
-    alive = (sigma > 1e-6 * largest).double()
-    assert ((u.mT @ u - identity) * alive[:, :, None] * alive[:, None, :]).abs().max() < 1e-5
-    assert (sigma.diff(dim=1) <= 0).all()
-
-
-@compiled_or_interpreted
-def test_what_does_not_converge_is_right_all_the_same(monkeypatch):
-    from sglang_lora_tree.kernels import jacobi
-
-    monkeypatch.setattr(jacobi, "MAX_SWEEPS", 1)
-    stack = torch.stack([torch.eye(4), random(4, 4), torch.diag(torch.tensor([2.0, 1.0, 0.0, 0.0]))]).to(DEVICE)
-    u, sigma, v = (part.double() for part in jacobi.svd(stack))
-    torch.testing.assert_close(sigma, torch.linalg.svdvals(stack.double()), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(u * sigma[:, None] @ v.mT, stack.double(), rtol=1e-5, atol=1e-5)
-    assert (u[2][:, 2:] == 0).all(), "directions below rounding are zero"
 
 
 @compiled_or_interpreted
