@@ -4,9 +4,9 @@
     TRITON_INTERPRET=1 python -m benchmarks.fleet --fleets tiny --out DIR    the same path without a GPU
 
 From adapters in GPU memory to all balanced factors (every direction, float32) in GPU memory, tables, checks and
-synchronisation included. The variants of each kernel are tried on a part of the first fleet; the fastest are then used for
-whole fleets. Baselines that take long run on whole adapters, as many as fit into their share of the time, and are scaled
-by the number of modules: the records say so.
+synchronisation included. A baseline that would take longer than its share of the time runs on the first n adapters of the
+fleet, and is compared with FlashTSQR on these n: nothing is scaled. Beside it: where FlashTSQR's time goes, how many warps
+the Jacobi kernel wants, and its sweeps and errors on difficult spectra.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from sglang_lora_tree.kernels.tall_batch import TallBatch
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CHUNK = 10
 """Adapters per batch: bounded memory, enough matrices to fill the GPU."""
-REPEATS = 3
+REPEATS = 5
 KEPT_AT_TWELFTH = 12  # rank / 12 directions
 LAPTOP = DEVICE.type == "cpu"
 
@@ -127,17 +126,6 @@ def chunks(adapters: Sequence[list[Pair]], size: int = CHUNK) -> Iterable[list[P
 
 
 @dataclass(frozen=True)
-class Variant:
-    """Launch parameters of the three kernels, and how the core is decomposed."""
-
-    gram: tuple[int, int, int] = (16, 4, 3)
-    """rows per step, warps, pipeline stages."""
-    svd: str = "jacobi4"
-    apply: tuple[int, int] = (64, 4)
-    """rows per step, warps."""
-
-
-@dataclass(frozen=True)
 class Room:
     """Where the factors of a chunk go, used again by the next: bounded memory, and no allocation in the timed part."""
 
@@ -152,87 +140,115 @@ class Room:
         )
 
 
-def decompose(kind: str, matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if kind == "eigh":
-        square, u = torch.linalg.eigh(matrices @ matrices.mT)
-        sigma, u = square.flip(-1).clamp_min(0).sqrt(), u.flip(-1)
-        inverse = torch.where(sigma > factorisation.NEGLIGIBLE * sigma[:, :1], 1 / sigma, 0)
-        return u, sigma, (matrices.mT @ u) * inverse[:, None, :]
-    return jacobi.svd(matrices, num_warps=int(kind.removeprefix("jacobi")))
+class Stopwatch:
+    """Milliseconds per stage. Off by default: waiting for the GPU after every stage costs time itself."""
+
+    def __init__(self, on: bool = False) -> None:
+        self.on = on
+        self.stages: dict[str, float] = {}
+        self.last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        if self.on:
+            synchronise()
+            now = time.perf_counter()
+            self.stages[stage] = self.stages.get(stage, 0.0) + (now - self.last) * 1e3
+            self.last = now
 
 
-def flash_tsqr(pairs: Sequence[Pair], room: Room, variant: Variant) -> torch.Tensor:
+def flash_tsqr(pairs: Sequence[Pair], room: Room, watch: Stopwatch | None = None) -> torch.Tensor:
     """The factors of a chunk into `room`, as many directions as it has; returns the singular values."""
+    watch = watch or Stopwatch()
     a_batch = TallBatch.of([a for a, _ in pairs], wide=True)
     b_batch = TallBatch.of([b for _, b in pairs], wide=False)
-    block, warps, stages = variant.gram
-    grams = [tsqr.gram(batch, block_rows=block, num_warps=warps, num_stages=stages) for batch in (a_batch, b_batch)]
-    sigma, of_a, of_b = factorisation.core_factors(grams[0], grams[1], svd=lambda core: decompose(variant.svd, core))
+    watch.lap("tables")
+    grams = tsqr.gram(a_batch), tsqr.gram(b_batch)
+    watch.lap("gram")
+
+    def svd(core: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        watch.lap("triangles")
+        found = jacobi.svd(core)
+        watch.lap("svd of the core")
+        return found
+
+    sigma, of_a, of_b = factorisation.core_factors(*grams, svd=svd)
+    watch.lap("coefficients")
     rank = room.a[0].shape[0]
     for batch, small, out in ((a_batch, of_a, room.a), (b_batch, of_b, room.b)):
-        tsqr.apply(batch, small, [rank] * len(batch), out[: len(batch)], block_rows=variant.apply[0], num_warps=variant.apply[1])
+        tsqr.apply(batch, small, [rank] * len(batch), out[: len(batch)])
+    watch.lap("apply")
     return sigma
 
 
-def tune(fleet: Fleet, adapters: list[list[Pair]], deadline: Deadline) -> tuple[Variant, list[dict[str, Any]]]:
-    """Time the variants of each kernel on one chunk; the fastest of each, and the records."""
-    pairs = next(iter(chunks(adapters)))
-    a_batch = TallBatch.of([a for a, _ in pairs], wide=True)
-    b_batch = TallBatch.of([b for _, b in pairs], wide=False)
-    batches = (a_batch, b_batch)
-    core = random_cores(len(pairs), a_batch.padded_rank)
-    small = torch.randn(len(pairs), a_batch.padded_rank, a_batch.padded_rank, device=DEVICE)
-    room = Room.of(pairs, fleet.rank)
-    kept = [fleet.rank] * len(pairs)
+def stage_records(fleet: Fleet, pairs: Sequence[Pair], room: Room) -> list[dict[str, Any]]:
+    """Where the time goes in one chunk, and how the Jacobi kernel does on its cores."""
+    watch = Stopwatch(on=True)
+    synchronise()
+    watch.lap("")
+    flash_tsqr(pairs, room, watch)
+    watch.stages.pop("")
+    note = f"one chunk of {len(pairs)} modules, waiting after every stage"
+    records = [results.record(f"stage/{fleet.name}/{stage}", took, "ms", note=note) for stage, took in watch.stages.items()]
+    core = core_matrices(pairs)
+    core /= torch.linalg.matrix_norm(core)[:, None, None]
+    for warps in (4,) if LAPTOP else (2, 4, 8):
+        took = seconds(lambda warps=warps: jacobi.orthogonal_columns(core, warps), 3)
+        records.append(results.record(f"jacobi/{fleet.name}/{warps}_warps", took * 1e3, "ms", note="QR of the rows included"))
+    took = seconds(lambda: torch.linalg.qr(core.mT, mode="r"), 3)
+    records.append(results.record(f"jacobi/{fleet.name}/qr", took * 1e3, "ms", note="of them, torch.linalg.qr"))
+    sweeps = jacobi.orthogonal_columns(core)[1]
+    records.append(
+        results.record(
+            f"jacobi/{fleet.name}/unsettled", int((sweeps < 0).sum()), "", limit="value <= 0",
+            note=f"of {len(core)} cores; most sweeps {int(sweeps.max())}",
+        )
+    )  # fmt: skip
+    return records
 
-    def run_gram(block: int, warps: int, stages: int) -> None:
-        for batch in batches:
-            tsqr.gram(batch, block_rows=block, num_warps=warps, num_stages=stages)
 
-    def run_apply(block: int, warps: int) -> None:
-        for batch, out in zip(batches, (room.a, room.b), strict=True):
-            tsqr.apply(batch, small, kept, out, block_rows=block, num_warps=warps)
-
-    grams = [(16, 4, 3), (32, 4, 3), (32, 8, 3), (16, 4, 4), (16, 8, 3), (32, 4, 2)]
-    applies = [(64, 4), (64, 8), (32, 4)]
-    cores = ["jacobi4", "jacobi8", "jacobi2", "eigh"]
-    if LAPTOP:
-        grams, applies, cores = grams[:2], applies[:1], ["jacobi4", "eigh"]
-    records = []
-
-    def best(part: str, candidates: Sequence[Any], run: Callable[[Any], object]) -> Any:
-        times: dict[Any, float] = {}
-        for candidate in candidates:
-            if times and deadline.left < 0:
-                print(f"{part}: no time left for {candidate}", flush=True)
-                continue
-            try:
-                times[candidate] = seconds(lambda candidate=candidate: run(candidate))
-            except Exception as error:  # one variant too large for this GPU must not end the run
-                print(f"{part} {candidate}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-                continue
-            print(f"{part} {candidate}: {times[candidate] * 1e3:.2f} ms", flush=True)
-        fastest = min(times, key=times.__getitem__)
-        scale = 1e3 * len(adapters) * fleet.num_modules / len(pairs)
-        for candidate, took in times.items():
-            name = candidate if isinstance(candidate, str) else "x".join(map(str, candidate))
-            note = f"measured on {len(pairs)} modules and scaled to the fleet" + "; chosen" * (candidate == fastest)
-            records.append(results.record(f"variant/{fleet.name}/{part}/{name}", took * scale, "ms", note=note))
-        return fastest
-
-    variant = Variant(
-        best("gram", grams, lambda candidate: run_gram(*candidate)),
-        best("core", cores, lambda candidate: decompose(candidate, core)),
-        best("apply", applies, lambda candidate: run_apply(*candidate)),
+def core_matrices(pairs: Sequence[Pair]) -> torch.Tensor:
+    """R_B R_A^T of every module, float64."""
+    r_a, r_b = (
+        factorisation.triangular_factors(tsqr.gram(TallBatch.of([pair[side] for pair in pairs], wide=side == 0)))
+        for side in (0, 1)
     )
-    return variant, records
+    return r_b @ r_a.mT
 
 
-def random_cores(count: int, size: int) -> torch.Tensor:
-    """Cores as the fleets have them: products of triangles with decaying columns."""
-    decay = torch.logspace(0, -2, size, device=DEVICE, dtype=torch.float64)
-    left, right = (torch.randn(count, size, size, device=DEVICE, dtype=torch.float64) for _ in range(2))
-    return left.triu() * decay @ right.triu().mT
+def spectrum_records(size: int, count: int) -> list[dict[str, Any]]:
+    """The Jacobi kernel beside LAPACK in float64 on spectra that are hard for it."""
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(count, *shape, device=DEVICE, dtype=torch.float64)
+
+    def decades(number: int) -> torch.Tensor:
+        return torch.logspace(0, -number, size, device=DEVICE, dtype=torch.float64)
+
+    def spread(sigma: torch.Tensor) -> torch.Tensor:
+        left, right = (torch.linalg.qr(random(size, size))[0] for _ in range(2))
+        return left * sigma @ right
+
+    low_rank = random(size, 5) @ random(5, size)
+    repeated = torch.cat([torch.full((size // 2,), 1.0), torch.full((size - size // 2,), 1e-5)]).to(decades(0))
+    spectra = {
+        "condition_1e7": spread(decades(7)),
+        "condition_1e14": spread(decades(14)),
+        "repeated": spread(repeated),
+        "rank_5": low_rank,
+        "rank_5_and_noise": low_rank + 1e-6 * random(size, size),
+        "triangles": random(size, size).triu() * decades(2) @ random(size, size).triu().mT,
+        "zero": torch.zeros_like(low_rank),
+    }
+    records = []
+    for name, matrices in spectra.items():
+        norms = torch.linalg.matrix_norm(matrices).clamp_min(1e-300)
+        sweeps = jacobi.orthogonal_columns(matrices / norms[:, None, None])[1]
+        u, sigma, v = jacobi.svd(matrices)
+        largest = torch.linalg.svdvals(matrices.cpu())[:, 0].to(DEVICE).clamp_min(1e-300)
+        error = float((torch.linalg.matrix_norm(u * sigma[:, None] @ v.mT - matrices) / largest).max())
+        note = f"{count} matrices of {size} x {size}; unsettled {int((sweeps < 0).sum())}, most sweeps {int(sweeps.max())}"
+        records.append(results.record(f"jacobi_error/{name}", error, "", limit="value <= 1e-5", note=note))
+    return records
 
 
 # Baselines: the same result by torch.linalg, in float32.
@@ -276,14 +292,6 @@ def fraq(pairs: Sequence[Pair]) -> None:
         torch.matmul(q, u * root[:, None, :]), torch.matmul(u.mT / root[:, :, None], h)
 
 
-def torch_gram(pairs: Sequence[Pair]) -> None:
-    """FlashTSQR's own algorithm by torch: batched float64 products over modules of equal shape, Cholesky, eigh."""
-    for a, b in equal_shapes(pairs):
-        a64, b64 = a.double(), b.double()
-        _, of_a, of_b = factorisation.core_factors(a64 @ a64.mT, b64.mT @ b64, svd=lambda core: decompose("eigh", core))
-        torch.matmul(of_a.mT, a), torch.matmul(b, of_b)
-
-
 def equal_shapes(pairs: Sequence[Pair]) -> Iterable[Pair]:
     """Float32 stacks of A and of B, one pair of stacks per shape."""
     groups: dict[tuple[int, int], list[Pair]] = {}
@@ -293,34 +301,25 @@ def equal_shapes(pairs: Sequence[Pair]) -> Iterable[Pair]:
         yield torch.stack([a for a, _ in group]).float(), torch.stack([b for _, b in group]).float()
 
 
-BASELINES = {"linalg_each": linalg_each, "linalg_padded": linalg_padded, "fraq": fraq, "torch_gram": torch_gram}
-IN_ISSUE = ("linalg_each", "linalg_padded", "fraq")
-"""What "the best baseline" is chosen from; torch_gram shares our algorithm."""
+BASELINES = {"fraq": fraq, "linalg_each": linalg_each, "linalg_padded": linalg_padded}
 
 
 def time_baseline(
     run: Callable[[Sequence[Pair]], None], fleet: Fleet, adapters: list[list[Pair]], budget: float
-) -> tuple[float, str]:
-    """Seconds for the whole fleet, and how they were found: as many adapters as the budget allows, the rest scaled."""
-    layer = adapters[0][: len(fleet.widths)]
-    run(layer)  # libraries start up
+) -> tuple[float, int]:
+    """Seconds for the first n adapters, and n: all of them if that fits into `budget` seconds."""
+    run(adapters[0][: len(fleet.widths)])  # libraries start up
     synchronise()
     start = time.perf_counter()
-    run(layer)
+    run(adapters[0])
     synchronise()
-    whole = (time.perf_counter() - start) * fleet.num_layers  # an upper bound for one adapter
-    count = int(min(CHUNK, max(1, budget // max(whole, 1e-9))))
-    pairs = [pair for adapter in islice(adapters, count) for pair in adapter]
-    repeats = 1
-    if whole > budget:  # not even one adapter
-        pairs, repeats = layer, 2
+    one = time.perf_counter() - start
+    count = int(min(len(adapters), max(1, budget // max(one, 1e-9))))
     start = time.perf_counter()
-    for _ in range(repeats):
+    for pairs in chunks(adapters[:count]):
         run(pairs)
     synchronise()
-    took = (time.perf_counter() - start) / repeats
-    total = fleet.num_adapters * fleet.num_modules
-    return took * total / len(pairs), f"measured on {len(pairs)} of {total} modules, scaled"
+    return time.perf_counter() - start, count
 
 
 # Correctness
@@ -347,54 +346,54 @@ def worst_errors(pairs: Sequence[Pair], room: Room, sigma: torch.Tensor, count: 
     return sigma_error, product_error
 
 
-def measure(fleet: Fleet, adapters: list[list[Pair]], variant: Variant, budget: float) -> list[dict[str, Any]]:
+def measure(fleet: Fleet, adapters: list[list[Pair]], deadline: Deadline, save: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Hands records to `save` as they come; baselines share what is left of the time."""
     first = next(iter(chunks(adapters)))
     room = Room.of(first, fleet.rank)
-    sigma = flash_tsqr(first, room, variant)
+    sigma = flash_tsqr(first, room)  # compiles
     sigma_error, product_error = worst_errors(first, room, sigma)
-    kept = max(1, fleet.rank // KEPT_AT_TWELFTH)
 
-    def whole(room: Room) -> None:
-        for pairs in chunks(adapters):
-            flash_tsqr(pairs, room, variant)
+    def whole(room: Room, count: int) -> None:
+        for pairs in chunks(adapters[:count]):
+            flash_tsqr(pairs, room)
 
-    took = seconds(lambda: whole(room))
-    room_twelfth = Room.of(first, kept)
-    took_twelfth = seconds(lambda: whole(room_twelfth))
-    if not LAPTOP:
-        torch.cuda.empty_cache()
+    took = {fleet.num_adapters: seconds(lambda: whole(room, fleet.num_adapters))}
     size = sum(a.numel() + b.numel() for a, b in adapters[0]) * len(adapters)
     note = f"{fleet.num_adapters} adapters x {fleet.num_modules} modules, rank {fleet.rank}, {size / 1e9:.2f}e9 parameters"
-    records = [
-        results.record(f"construction/{fleet.name}/tsqr", took, "s", note=f"{note}; all directions; {variant}"),
-        results.record(f"construction_twelfth/{fleet.name}/tsqr", took_twelfth, "s", note=f"{note}; {kept} directions kept"),
-        results.record(f"sigma_error/{fleet.name}", sigma_error, "", limit="value <= 1e-5", note="beside float64, 7 modules"),
-        results.record(f"product_error/{fleet.name}", product_error, "", limit="value <= 1e-5", note="rank k = 1/12 and full"),
-    ]
-    print(results.table(records), flush=True)
-    times = {}
-    for name, run in BASELINES.items():
+    save(
+        [
+            results.record(f"construction/{fleet.name}/tsqr", took[fleet.num_adapters], "s", note=f"{note}; all directions"),
+            results.record(f"sigma_error/{fleet.name}", sigma_error, "", limit="value <= 1e-5", note="beside float64, 7 modules"),
+            results.record(
+                f"product_error/{fleet.name}", product_error, "", limit="value <= 1e-5", note="rank k = 1/12 and full"
+            ),
+        ]
+    )
+    kept = max(1, fleet.rank // KEPT_AT_TWELFTH)
+    small = Room.of(first, kept)
+    at_twelfth = seconds(lambda: whole(small, fleet.num_adapters))
+    save([results.record(f"construction_twelfth/{fleet.name}/tsqr", at_twelfth, "s", note=f"{note}; {kept} directions kept")])
+    save(stage_records(fleet, first, room))
+    ratios = {}
+    for index, (name, run) in enumerate(BASELINES.items()):
+        budget = max(1.0, deadline.left / (len(BASELINES) - index))
         try:
-            times[name], how = time_baseline(run, fleet, adapters, budget)
+            baseline, count = time_baseline(run, fleet, adapters, budget)
         except Exception as error:  # a baseline that fails must not take the others along
             print(f"{name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             continue
-        records.append(
-            results.record(f"construction/{fleet.name}/{name}", times[name], "s", baseline=("tsqr", took), note=how)
-        )
-        print(results.table(records[-1:]), flush=True)
         if not LAPTOP:
             torch.cuda.empty_cache()
-    candidates = [name for name in IN_ISSUE if name in times]
-    if candidates:
-        best = min(candidates, key=times.__getitem__)
-        records.append(
-            results.record(
-                f"tsqr_vs_best/{fleet.name}", times[best] / took, "x", limit=f"value >= {fleet.wanted}",
-                note=f"best of {', '.join(candidates)}: {best}",
-            )
-        )  # fmt: skip
-    return records
+        if count not in took:
+            took[count] = seconds(lambda count=count: whole(room, count))
+        ratios[name] = baseline / took[count]
+        beside = f"tsqr, {count} adapters" if count < fleet.num_adapters else "tsqr"
+        how = f"{count} of {fleet.num_adapters} adapters, once; float32"
+        save([results.record(f"construction/{fleet.name}/{name}", baseline, "s", baseline=(beside, took[count]), note=how)])
+    if ratios:
+        best = min(ratios, key=ratios.__getitem__)
+        note = f"times of {', '.join(ratios)} over ours on the same adapters; the best is {best}"
+        save([results.record(f"tsqr_vs_best/{fleet.name}", ratios[best], "x", limit=f"value >= {fleet.wanted}", note=note)])
 
 
 def main() -> None:
@@ -402,7 +401,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for fleet_<machine>.json")
     parser.add_argument("--fleets", nargs="+", choices=tuple(FLEETS), default=["qwen50", "llama35"])
     parser.add_argument("--machine", default=None, help="name in the file's name (default: h200, gpu or cpu)")
-    parser.add_argument("--seconds", type=float, default=200, help="of the whole run; what does not fit is left out")
+    parser.add_argument("--seconds", type=float, default=140, help="of the whole run; baselines share what is left")
     arguments = parser.parse_args()
     if LAPTOP and not tsqr.interpreted():
         parser.error("no GPU: set TRITON_INTERPRET=1 (and --fleets tiny)")
@@ -412,22 +411,22 @@ def main() -> None:
 
 def run_all(names: Sequence[str], out: Path, machine: str, limit: float) -> None:
     deadline = Deadline(limit)
-    tuning = Deadline(limit * 0.5)
-    variant: Variant | None = None
     records: list[dict[str, Any]] = []
+
+    def save(found: list[dict[str, Any]]) -> None:
+        """At once: a run that is cut short leaves what it has."""
+        records.extend(found)
+        results.write("fleet", machine, records, out)
+        print(results.table(found), flush=True)
+
     for index, name in enumerate(names):
         fleet = FLEETS[name]
         adapters = make_fleet(fleet)
         synchronise()
         print(f"{name}: {len(adapters)} adapters, {deadline.left:.0f} s left", flush=True)
-        if variant is None:
-            variant, found = tune(fleet, adapters, tuning)
-            records += found
-        budget = max(1.0, (deadline.left / (len(names) - index) - 10) / len(BASELINES) / 3)
-        records += measure(fleet, adapters, variant, budget)
-        results.write("fleet", machine, records, out)  # after each fleet: a run that is cut short leaves what it has
+        measure(fleet, adapters, Deadline(deadline.left / (len(names) - index)), save)
         del adapters
-    print(results.table(records))
+    save(spectrum_records(*((16, 1) if LAPTOP else (64, 64))))
 
 
 if __name__ == "__main__":
