@@ -20,7 +20,7 @@ import torch
 from sglang.srt.disaggregation.kv_events import StorageMedium
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_cache.cache_action import FreeDeviceKV
+from sglang.srt.mem_cache.unified_cache.cache_action import CacheAction, ComponentAction, FreeDeviceKV
 from sglang.srt.mem_cache.unified_cache.components import (
     BASE_COMPONENT_TYPE,
     ComponentType,
@@ -36,6 +36,8 @@ from sglang_lora_tree.radix.leaf_index import CandidateIndex, ClassIndex, LeafIn
 from sglang_lora_tree.radix.policies import RetentionPolicy, RetentionState, Stock, Usage
 
 _SHORT = 8192  # tokens compared at a time: they and the result stay in the processor's cache
+_NO_LINKS: list[UnifiedTreeNode | None] = []
+_ALL, _DEVICE, _HOST = EvictLayer.ALL, EvictLayer.DEVICE, EvictLayer.HOST  # looking a flag up by its class is slow
 _ROOT_PATH_STEP = 0.00001  # a node is a little older than the one below it, as in SGLang's own walk
 
 
@@ -262,6 +264,9 @@ class PlainTreeCore(UnifiedTreeCore):
         # SGLang's clock gives numpy scalars, which compare several times slower than floats.
         node.last_access_time, node.creation_time = float(node.last_access_time), float(node.creation_time)
         node.usage = Usage(self.retention.seconds, self.retention.requests)
+        # Room for other components' data and lists, which a plain pool has not.
+        del node.component_data[1:]
+        node.lru_prev = node.lru_next = _NO_LINKS
         return node
 
     def _inc_hit_count_and_check(self, node: UnifiedTreeNode) -> bool:
@@ -281,6 +286,13 @@ class PlainTreeCore(UnifiedTreeCore):
         else:
             self.evictable_host_leaves.discard(node)
 
+    def _note_child_left(self, parent: UnifiedTreeNode) -> None:
+        """A child has left the GPU or the tree: its parent may be a leaf now, but for another child on the GPU."""
+        for child in reversed(parent.children.values()):  # newest first, as in _is_device_leaf
+            if child.component_data[BASE_COMPONENT_TYPE].value is not None:
+                return
+        self._update_evictable_leaf_sets(parent)
+
     def _remove_leaf_from_parent(self, node: UnifiedTreeNode) -> None:
         removed = node.parent.children.pop(child_key(node.key, 0, self.page_size))
         assert removed is node, f"node {node.id} is not its parent's child"
@@ -298,18 +310,37 @@ class PlainTreeCore(UnifiedTreeCore):
         host_frees: dict[ComponentType, list[torch.Tensor]],
         cache_actions: list[Any],
     ) -> None:
-        self.kv_events.record_remove(node, medium=StorageMedium.GPU)
-        freed, _ = self.components[0].evict_component(node, device_frees, host_frees, cache_actions, EvictLayer.ALL)
+        if self.kv_events.enabled:
+            self.kv_events.record_remove(node, medium=StorageMedium.GPU)
+        freed, _ = self.components[0].evict_component(node, device_frees, host_frees, cache_actions, _ALL)
         tracker[BASE_COMPONENT_TYPE] += freed
         if self._is_tracking_unbacked_tokens:
             self._tracked_unbacked_tokens += freed
         self._remove_leaf_from_parent(node)
         parent = node.parent
-        self._update_evictable_leaf_sets(parent)
+        self._note_child_left(parent)
         if not parent.children and parent.component_data[BASE_COMPONENT_TYPE].value is None:
             self._iteratively_delete_tombstone_leaf(
                 node, tracker, device_frees=device_frees, host_frees=host_frees, cache_actions=cache_actions
             )
+
+    def _demote(
+        self,
+        node: UnifiedTreeNode,
+        tracker: dict[ComponentType, int],
+        device_frees: dict[ComponentType, list[torch.Tensor]],
+        host_frees: dict[ComponentType, list[torch.Tensor]],
+        cache_actions: list[CacheAction | ComponentAction],
+    ) -> None:
+        data = node.component_data[BASE_COMPONENT_TYPE]
+        assert data.value is not None and data.host_value is not None, f"node {node.id} is not on both tiers"
+        freed, _ = self.components[0].evict_component(node, device_frees, host_frees, cache_actions, _DEVICE)
+        tracker[BASE_COMPONENT_TYPE] += freed
+        data.value = None
+        self._update_evictable_leaf_sets(node)
+        if self.kv_events.enabled:
+            self.kv_events.record_remove(node, medium=StorageMedium.GPU)
+        self._note_child_left(node.parent)
 
     def _evict_host_leaf(
         self,
@@ -319,14 +350,21 @@ class PlainTreeCore(UnifiedTreeCore):
         host_frees: dict[ComponentType, list[torch.Tensor]],
         cache_actions: list[Any],
     ) -> None:
-        self.kv_events.record_remove(node, medium=StorageMedium.CPU)
-        _, freed = self.components[0].evict_component(node, device_frees, host_frees, cache_actions, EvictLayer.ALL)
+        if self.kv_events.enabled:
+            self.kv_events.record_remove(node, medium=StorageMedium.CPU)
+        _, freed = self.components[0].evict_component(node, device_frees, host_frees, cache_actions, _ALL)
         tracker[BASE_COMPONENT_TYPE] += freed
         self._remove_leaf_from_parent(node)
-        if not node.parent.children:
+        parent = node.parent
+        if parent.children:
+            return
+        data = parent.component_data[BASE_COMPONENT_TYPE]
+        if data.value is None and data.host_value is None:
             self._iteratively_delete_tombstone_leaf(
                 node, tracker, device_frees=device_frees, host_frees=host_frees, cache_actions=cache_actions
             )
+        else:
+            self._update_evictable_leaf_sets(parent)
 
     def _eviction_priority(self, node: UnifiedTreeNode) -> Any:
         """What the index sorts by: lower leaves first."""
@@ -348,7 +386,10 @@ class PlainTreeCore(UnifiedTreeCore):
         if data.value is None or data.lock_ref > 0 or node is self.root_node:
             return False
         # Newest first: the oldest of many children are those that have left the GPU already.
-        return all(child.component_data[BASE_COMPONENT_TYPE].value is None for child in reversed(node.children.values()))
+        for child in reversed(node.children.values()):
+            if child.component_data[BASE_COMPONENT_TYPE].value is not None:
+                return False
+        return True
 
     def _is_host_leaf(self, node: UnifiedTreeNode) -> bool:
         if node.children:
@@ -383,12 +424,12 @@ class PlainComponent(FullComponent):
         data = node.component_data[self.component_type]
         freed = host_freed = 0
         # Layers are compared by identity: a flag's "in" costs more than the rest of this.
-        if target is not EvictLayer.HOST and data.value is not None:
+        if target is not _HOST and data.value is not None:
             self.tree_core.policy.on_evict(node)
             device_frees[self.component_type].append(data.value)
             freed = data.value.shape[0]
             self.tree_core.component_evictable_size_[self.component_type] -= freed
-        if target is not EvictLayer.DEVICE and data.host_value is not None:
+        if target is not _DEVICE and data.host_value is not None:
             host_freed = data.host_value.shape[0]
             host_frees[self.component_type].append(data.host_value)
             data.host_value = None

@@ -51,6 +51,7 @@ TREE_CORE_NAME = "lora_tree"
 _ADAPTER_TOKEN = -(1 << 40)
 # Larger than any priority of a policy: clock ticks, hits, priorities of requests.
 _UNREGISTERED = float(1 << 40)
+_UNKNOWN: Any = object()
 
 
 @dataclass(eq=False)
@@ -126,19 +127,22 @@ class LoraTreeCore(PlainTreeCore):
 
     def lora_node_of(self, node: UnifiedTreeNode) -> LoraNode | None:
         """The LoRA or mix node that a node hangs below (or is); None for base-model KV and the virtual root."""
-        # A node never changes subtree, so each asks its parent once and remembers.
+        # A node never changes subtree, so each asks its parent once and remembers. (Not in its __dict__, which would have to be
+        # made first: Python keeps attributes without one.)
         if node is self.virtual_root:
             return None
-        known = node.__dict__
-        if "lora_node" not in known:
+        known = getattr(node, "lora_node", _UNKNOWN)
+        if known is _UNKNOWN:
             path = [node]
-            while path[-1].parent is not self.virtual_root and "lora_node" not in path[-1].parent.__dict__:
-                path.append(path[-1].parent)
-            top = path[-1].parent
-            lora_node = None if top is self.virtual_root else top.lora_node
+            while (above := path[-1].parent) is not self.virtual_root:
+                known = getattr(above, "lora_node", _UNKNOWN)
+                if known is not _UNKNOWN:
+                    break
+                path.append(above)
+            known = None if known is _UNKNOWN else known
             for below in path:
-                below.lora_node = lora_node
-        return node.lora_node
+                below.lora_node = known
+        return known
 
     def add_adapter(self, identity: str, host_slots: torch.Tensor) -> LoraNode:
         """Add a LoRA node whose rows are already in host memory (host first, so that eviction is a pure drop)."""
@@ -362,7 +366,10 @@ class LoraTreeCore(PlainTreeCore):
         return (priority[0] - _UNREGISTERED, *priority[1:]) if isinstance(priority, tuple) else priority - _UNREGISTERED
 
     def _is_registered(self, node: UnifiedTreeNode) -> bool:
-        lora_node = self.lora_node_of(node)
+        try:
+            lora_node = node.lora_node
+        except AttributeError:
+            lora_node = self.lora_node_of(node)
         return lora_node is None or lora_node.registered
 
     def _exact_value(self, node: UnifiedTreeNode) -> float:
@@ -511,8 +518,9 @@ class LoraFullComponent(PlainComponent):
         cache_actions: list[Any],
         target: EvictLayer = EvictLayer.DEVICE,
     ) -> tuple[int, int]:
-        lora_node = self.tree_core.find(node.id)
-        if lora_node is not None and EvictLayer.DEVICE in target and lora_node.is_resident:
+        core = self.tree_core
+        lora_node = core.find(node.id) if node.parent is core.virtual_root else None
+        if lora_node is not None and target is not EvictLayer.HOST and lora_node.is_resident:
             assert lora_node.resident_mixes == 0, f"{lora_node.identity} leaves below a resident mix"
-            self.tree_core.note_evicted(lora_node)
+            core.note_evicted(lora_node)
         return super().evict_component(node, device_frees, host_frees, cache_actions, target)
