@@ -1,19 +1,21 @@
-"""What compression costs in task scores: a fleet of the embedded model's adapters, before and after, in float32 on the CPU.
+"""What compression costs in task scores: fleets of the embedded model's adapters, before and after, in float32.
 
-    python examples/embedded_model/fleet.py --out FLEET      # trains it: 12 and more tasks, rank 48
-    python -m benchmarks.fleet_quality FLEET [--count 100] [--tables FILE.md] [--cache FILE.json]
+    python examples/embedded_model/train_fleet.py --out FLEET --device cuda      # trains them
+    python -m benchmarks.fleet_quality FLEET/decay_2 [FLEET/decay_0 ...] [--device cuda] [--tables FILE.md]
 
 Policies: uniform (LoRAForge-U), spectral (LoRAForge-S, a budget per adapter), fleet (S, one budget for all), and JD-Full at
-the same budget. A folder's name is its task. Results: ``fleet_cpu.json``; the tables of docs/compression.md.
+the same budget. A folder's name is its task, its parent's the fleet's name. All adapters of a fleet are scored at once.
+Results: ``fleet_quality_<machine>.json``, written after every number; the tables of docs/compression.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import statistics
-import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -21,141 +23,178 @@ from typing import Any
 import torch
 
 from benchmarks import results
-from examples.embedded_model import evaluate
-from sglang_lora_tree.adapters.adapter import load_adapter
-from sglang_lora_tree.fleet.compress import Settings, compress
-from sglang_lora_tree.fleet.export import write_adapter
+from examples.embedded_model import evaluate  # makes the modules beside it importable
+from sglang_lora_tree.adapters.adapter import Adapter, load_adapter
+from sglang_lora_tree.adapters.base_shape import MODULE_PATHS
+from sglang_lora_tree.fleet.compress import Settings, plan_ranks
+from sglang_lora_tree.fleet.factorisation import Factors, Place, factorise, truncate
 from sglang_lora_tree.fleet.jd_full import jd_full
 from sglang_lora_tree.fleet.report import energy_share
+from sglang_lora_tree.fleet.survey import Survey
 
-BUDGETS = tuple(Fraction(1, divisor) for divisor in (2, 4, 8, 12))
+import stacked_lora  # isort: skip
+import tasks  # isort: skip
+
+BUDGETS = tuple(Fraction(1, divisor) for divisor in (12, 8, 4, 2))
 POLICIES: dict[str, dict[str, str]] = {
-    "uniform": {"policy": "uniform"},
     "spectral": {"policy": "spectral"},
+    "uniform": {"policy": "uniform"},
     "fleet": {"policy": "spectral", "scope": "fleet"},
 }
 JD_FULL = "jd_full"
 WANTED_LOSS = 1.2
 """Points that S may lose at 1/12; the paper reports 0.80 and 1.20."""
 
-Scores = dict[str, float]
+Scores = list[float]
+"""Per adapter, 0 to 100."""
 
 
 class Scorer:
-    """Scores folders named after their tasks, in points (0 to 100).
+    """Scores adapters of this base by their tasks' held-out questions."""
 
-    cache: file of scores found so far, so that a run that was cut short goes on, and that adapters can be scored one by one
-    while a fleet is being trained.
-    """
+    def __init__(self, names: Sequence[str], count: int, device: str) -> None:
+        self.model = evaluate.load_base().requires_grad_(False).to(device)
+        self.questions = [tasks.held_out(name, count, evaluate.SEED) for name in names]
+        pairs = zip(names, self.questions, strict=True)
+        self.answers = [[tasks.expected(name, question) for question in asked] for name, asked in pairs]
 
-    def __init__(self, count: int, cache: Path | None = None) -> None:
-        self.model = evaluate.load_base()
-        self.count = count
-        self.cache = cache
-        self.found: Scores = json.loads(cache.read_text()) if cache and cache.exists() else {}
-
-    def scores(self, folders: Sequence[Path]) -> Scores:
-        return {folder.name: self.score(folder) for folder in folders}
-
-    def score(self, folder: Path) -> float:
-        key = f"{folder.name} {load_adapter(folder).digest} {self.count}"
-        if key not in self.found:
-            self.found[key] = 100 * evaluate.score(self.model, folder, folder.name, self.count)
-            if self.cache:
-                self.cache.write_text(json.dumps(self.found, indent=0))
-        return self.found[key]
+    def score(self, adapters: Sequence[Adapter]) -> Scores:
+        stacked_lora.stack(self.model, side_by_side(adapters))
+        try:
+            return [100 * rate for rate in stacked_lora.exact_rates(self.model, self.questions, self.answers)]
+        finally:
+            stacked_lora.unstack(self.model)
 
 
-def measure(folders: Sequence[Path], scorer: Scorer) -> tuple[dict[str, Scores], dict[str, float]]:
-    """Scores and mean energy kept, by "original" and "<policy> <budget>"."""
-    scores = {"original": scorer.scores(folders)}
-    energies: dict[str, float] = {}
-    print(f"original {mean(scores['original']):.2f}", flush=True)
-    for budget in BUDGETS:
-        for policy, fields in POLICIES.items():
-            key = f"{policy} {budget}"
-            with tempfile.TemporaryDirectory() as temporary:
-                out = Path(temporary) / "out"
-                # float32, so that only the lost directions show, not the rounding of the rest
-                outcomes = compress(folders, out, Settings(budget, dtype="float32", **fields))
-                energies[key] = statistics.fmean(energy_share(outcome.survey, outcome.ranks) for outcome in outcomes)
-                scores[key] = scorer.scores([out / folder.name for folder in folders])
-            print(f"{key} energy {energies[key]:.4f} score {mean(scores[key]):.2f}", flush=True)
-        scores[f"{JD_FULL} {budget}"] = score_jd_full(folders, budget, scorer)
-        print(f"{JD_FULL} {budget} score {mean(scores[f'{JD_FULL} {budget}']):.2f}", flush=True)
-    return scores, energies
+def side_by_side(adapters: Sequence[Adapter]) -> dict[str, stacked_lora.Factors]:
+    """Per module path, A and B of all adapters at the largest rank, scalings inside."""
+    found = {}
+    for layer, module in adapters[0].modules:
+        own = [adapter.modules[layer, module] for adapter in adapters]
+        rank = max(one.rank for one in own)
+        a = torch.zeros(len(own), rank, own[0].a.shape[1])
+        b = torch.zeros(len(own), own[0].b.shape[0], rank)
+        for index, one in enumerate(own):
+            a[index, : one.rank] = one.a
+            b[index, :, : one.rank] = one.b.float() * one.scaling
+        found[f"model.layers.{layer}.{MODULE_PATHS[module]}"] = (a, b)
+    return found
 
 
-def score_jd_full(folders: Sequence[Path], budget: Fraction, scorer: Scorer) -> Scores:
-    shared = jd_full([load_adapter(folder) for folder in folders], budget)
-    with tempfile.TemporaryDirectory() as temporary:
-        written = []
-        for folder, adapter in zip(folders, shared, strict=True):
-            written.append(Path(temporary) / folder.name)
-            write_adapter(folder, written[-1], adapter)
-        return scorer.scores(written)
+@dataclass
+class Fleet:
+    """Adapters of one folder, one per task, and what was found about them by "<policy> <budget>"."""
+
+    name: str
+    adapters: list[Adapter]
+    factors: list[dict[Place, Factors]]
+    surveys: list[Survey]
+    scorer: Scorer
+    device: str
+    scores: dict[str, Scores] = field(default_factory=dict)
+    energies: dict[str, list[float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: Path, count: int, device: str) -> Fleet:
+        folders = sorted(file.parent for file in folder.glob("*/adapter_config.json"))
+        assert folders, f"no adapters in {folder}"
+        adapters = [load_adapter(one) for one in folders]
+        factors = [factorise(adapter) for adapter in adapters]
+        surveys = [Survey.of(*parts) for parts in zip(adapters, folders, factors, strict=True)]
+        scorer = Scorer([adapter.name for adapter in adapters], count, device)
+        fleet = cls(folder.name, adapters, factors, surveys, scorer, device)
+        fleet.scores["original"] = scorer.score(adapters)
+        return fleet
+
+    def compress(self, name: str, budget: Fraction) -> None:
+        key = f"{name} {budget}"
+        if name == JD_FULL:
+            self.scores[key] = self.scorer.score(jd_full(self.adapters, budget, device=self.device))
+            return
+        plan = plan_ranks(self.surveys, Settings(budget, **POLICIES[name]))
+        # float32, so that only the lost directions show, not the rounding of the rest
+        smaller = [
+            truncate(adapter, factors, dict(zip(survey.shapes, ranks, strict=True)), dtype=torch.float32)
+            for adapter, factors, survey, ranks in zip(self.adapters, self.factors, self.surveys, plan, strict=True)
+        ]
+        self.energies[key] = [energy_share(survey, ranks) for survey, ranks in zip(self.surveys, plan, strict=True)]
+        self.scores[key] = self.scorer.score(smaller)
+
+    def records(self, count: int) -> list[dict[str, Any]]:
+        original = statistics.fmean(self.scores["original"])
+        note = f"{len(self.adapters)} adapters, {count} held-out questions each"
+        records = [results.record(f"score/{self.name}/original", original, "points", note=note + self._each("original"))]
+        for key in self.scores:
+            if key == "original":
+                continue
+            policy, budget = key.split(" ")
+            name = f"{self.name}/{policy}/{budget.replace('/', '_')}"
+            found = statistics.fmean(self.scores[key])
+            beside = ("original", original)
+            records.append(results.record(f"score/{name}", found, "points", baseline=beside, note=note + self._each(key)))
+            wanted = f"value <= {WANTED_LOSS}" if (policy, budget) == ("spectral", "1/12") else None
+            records.append(results.record(f"lost/{name}", original - found, "points", limit=wanted, note=note))
+            if key in self.energies:
+                energies = self.energies[key]
+                smallest = f"mean share of energy kept; smallest {min(energies):.4f}"
+                records.append(results.record(f"energy/{name}", statistics.fmean(energies), "", note=smallest))
+        return records
+
+    def _each(self, key: str) -> str:
+        pairs = zip(self.adapters, self.scores[key], strict=True)
+        return ": " + ", ".join(f"{adapter.name} {score:g}" for adapter, score in pairs)
 
 
-def mean(scores: Mapping[str, float]) -> float:
-    return statistics.fmean(scores.values())
+def markdown(fleet: Fleet) -> str:
+    """Means by policy and budget, then every adapter at 1/12; what was not reached is left out."""
 
+    def mean(key: str) -> str:
+        if key not in fleet.scores:
+            return "-"
+        energy = f" ({statistics.fmean(fleet.energies[key]):.3f})" if key in fleet.energies else ""
+        return f"{statistics.fmean(fleet.scores[key]):.2f}{energy}"
 
-def make_records(scores: Mapping[str, Scores], energies: Mapping[str, float], count: int) -> list[dict[str, Any]]:
-    original = mean(scores["original"])
-    note = f"{len(scores['original'])} adapters, {count} held-out questions each"
-    records = [results.record("score/original", original, "points", note=note)]
-    for key, found in scores.items():
-        if key == "original":
-            continue
-        policy, budget = key.split(" ")
-        name = f"{policy}/{budget.replace('/', '_')}"
-        records.append(
-            results.record(f"score/{name}", mean(found), "points", baseline=("original", original), note=note)
-        )
-        if key in energies:
-            records.append(results.record(f"energy/{name}", energies[key], "", note="mean share of energy kept"))
-    lost = original - mean(scores["spectral 1/12"])
-    records.append(results.record("lost/spectral/1_12", lost, "points", limit=f"value <= {WANTED_LOSS}", note=note))
-    return records
-
-
-def markdown(scores: Mapping[str, Scores], energies: Mapping[str, float]) -> str:
-    """Means by policy and budget, then every adapter at 1/12."""
-    names = (*POLICIES, JD_FULL)
-    lines = ["| budget | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    lines.append(f"| 1 (original) | {mean(scores['original']):.2f} |" + " |" * (len(names) - 1))
-    for budget in BUDGETS:
-        cells = []
-        for name in names:
-            energy = energies.get(f"{name} {budget}")
-            cells.append(f"{mean(scores[f'{name} {budget}']):.2f}" + ("" if energy is None else f" ({energy:.3f})"))
-        lines.append(f"| {budget} | " + " | ".join(cells) + " |")
-    last = BUDGETS[-1]
-    lines += ["", f"| adapter | original | {' | '.join(f'{name} {last}' for name in names)} |", "|---" * (len(names) + 2) + "|"]
-    for task, score in scores["original"].items():
-        cells = [f"{scores[f'{name} {last}'][task]:.0f}" for name in names]
-        lines.append(f"| {task} | {score:.0f} | {' | '.join(cells)} |")
+    names = ("uniform", "spectral", "fleet", JD_FULL)
+    lines = [f"{fleet.name}\n", "| budget | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    lines.append(f"| 1 (original) | {mean('original')} |" + " |" * (len(names) - 1))
+    lines += [f"| {budget} | {' | '.join(mean(f'{name} {budget}') for name in names)} |" for budget in reversed(BUDGETS)]
+    keys = [f"{name} {BUDGETS[0]}" for name in names]
+    lines += ["", f"| adapter | original | {' | '.join(keys)} |", "|---" * (len(names) + 2) + "|"]
+    for index, adapter in enumerate(fleet.adapters):
+        cells = [f"{fleet.scores[key][index]:g}" if key in fleet.scores else "-" for key in ("original", *keys)]
+        lines.append(f"| {adapter.name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("fleet", type=Path, help="folder with an adapter per task")
-    parser.add_argument("--count", type=int, default=100, help="held-out questions per adapter (default: 100)")
-    parser.add_argument("--out", type=Path, default=results.RESULTS, help="folder for fleet_cpu.json")
-    parser.add_argument("--cache", type=Path, help="scores found so far, to go on from")
+    parser.add_argument("fleets", type=Path, nargs="+", help="folders with an adapter per task")
+    parser.add_argument("--count", type=int, default=200, help="held-out questions per adapter (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=results.RESULTS, help="folder for fleet_quality_<machine>.json")
     parser.add_argument("--tables", type=Path, help="write the tables here, in Markdown")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing new after these")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    folders = sorted(file.parent for file in arguments.fleet.glob("*/adapter_config.json"))
-    scores, energies = measure(folders, Scorer(arguments.count, arguments.cache))
-    records = make_records(scores, energies, arguments.count)
-    results.write("fleet", "cpu", records, arguments.out)
-    print(results.table(records))
-    text = markdown(scores, energies)
-    print(text)
-    if arguments.tables:
-        arguments.tables.write_text(text, encoding="utf-8")
+    end = time.monotonic() + arguments.seconds
+    machine = "cpu" if arguments.device == "cpu" else results.hardware().lower().rpartition(" ")[2]
+    fleets = [Fleet.of(folder, arguments.count, arguments.device) for folder in arguments.fleets]
+    # What matters most first, what takes longest last.
+    todo = [(name, budget) for budget in BUDGETS for name in POLICIES] + [(JD_FULL, budget) for budget in BUDGETS]
+    for (name, budget), fleet in itertools.product(todo, fleets):
+        key = f"{name} {budget}"
+        if time.monotonic() > end:
+            print(f"{fleet.name} {key}: no time left", flush=True)
+            continue
+        fleet.compress(name, budget)
+        energy = f" energy {statistics.fmean(fleet.energies[key]):.4f}" if key in fleet.energies else ""
+        scores = [statistics.fmean(fleet.scores[one]) for one in (key, "original")]
+        print(f"{fleet.name} {key}: {scores[0]:.2f} of {scores[1]:.2f}{energy}", flush=True)
+        records = [record for one in fleets for record in one.records(arguments.count)]
+        results.write("fleet_quality", machine, records, arguments.out)
+        if arguments.tables:
+            arguments.tables.write_text("\n".join(map(markdown, fleets)), encoding="utf-8")
+    print("\n".join(map(markdown, fleets)))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """Serving a fleet at 1/12 of its parameters beside the originals, with scarce and with ample memory, on one GPU.
 
-    python -m benchmarks.fleet_serving --out DIR [--adapters 12] [--cases scarce ample]
+    python -m benchmarks.fleet_serving --out DIR [--cases scarce ample]
+    python -m benchmarks.fleet_serving --out DIR --small        a tiny shape, to see that it runs, on a CPU too
 
-Llama-3.1-8B's shape, random weights, bfloat16; rank-64 adapters whose spectra decay. 32 parallel requests of 256 + 128 tokens
-over all adapters. Where the pool has room for few of the originals they are swapped, and requests wait for them; where it
-has room for all, what remains of the difference is the kernels'. About 60 GB of GPU memory, 5 GB of disk, two server
-starts; results: ``fleet_serving_<gpu>.json``.
+Llama-3.1-8B's shape, random weights, bfloat16; 12 adapters of rank 64 whose spectra decay. 32 parallel requests of 256 + 128
+tokens over all adapters. One server per case serves first the originals, then, after these are unloaded, their twelfths: same
+pool, same graphs. Scarce: the pool has room for few of the originals beside the requests, so they are swapped, and requests
+wait for them. Ample: it has room for all, and what remains of the difference is the kernels'. About 40 GB of GPU memory, 25
+GB of pinned RAM, 5 GB of disk, 1 minute of preparation and 2 to 3 per case; results: ``fleet_serving_<gpu>.json``, written
+after each case, and the servers' logs.
 """
 
 from __future__ import annotations
@@ -15,28 +18,59 @@ import json
 import random
 import statistics
 import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import requests
 import torch
 from safetensors.torch import save_file
 
 from benchmarks import results
-from benchmarks.acceptance_gpu import make_llama8b_config, run_32
+from benchmarks.acceptance_gpu import make_llama8b_config
 from benchmarks.server import Server
 from sglang_lora_tree.adapters.base_shape import MODULE_PATHS, BaseShape
 from sglang_lora_tree.fleet.compress import Settings, compress
 
-RANK = 64
 BUDGET = Fraction(1, 12)
-REQUEST_SLOTS = 32 * (256 + 128)
 ROOM_FOR_ORIGINALS = {"scarce": 4.5, "ample": 1e9}
 """How many of the originals fit into the pool beside the requests; at most all."""
 WANTED = 1.9
+ROUNDS = 3
+EMBEDDED = Path(__file__).parents[1] / "examples" / "embedded_model" / "model"
 
 
-def write_adapter(folder: Path, base: BaseShape, seed: int, device: str) -> Path:
+@dataclass(frozen=True)
+class Scale:
+    """How large everything is. model: None for the 8B shape."""
+
+    model: Path | None
+    num_adapters: int
+    rank: int
+    num_requests: int
+    num_prompt: int
+    num_new: int
+    vocab: int
+    options: tuple[str, ...]
+
+    @property
+    def request_slots(self) -> int:
+        return self.num_requests * (self.num_prompt + self.num_new)
+
+
+LARGE = Scale(
+    None, 12, 64, 32, 256, 128, 120_000,
+    ("--load-format", "dummy", "--dtype", "bfloat16", "--attention-backend", "triton", "--sampling-backend", "pytorch",
+     "--cuda-graph-max-bs-decode", "32", "--cuda-graph-backend-prefill", "disabled", "--mem-fraction-static", "0.6"),
+)  # fmt: skip
+SMALL = Scale(EMBEDDED, 6, 24, 6, 24, 8, 250, ("--dtype", "float32"))
+
+
+def write_adapter(folder: Path, base: BaseShape, rank: int, seed: int, device: str) -> Path:
     """A random adapter; B's columns decay at another pace in every module, so that spectral ranks differ."""
     generator = torch.Generator(device).manual_seed(seed)
     pace = random.Random(seed)
@@ -44,77 +78,121 @@ def write_adapter(folder: Path, base: BaseShape, seed: int, device: str) -> Path
     for layer in range(base.num_layers):
         for module, (d_in, d_out) in base.widths.items():
             key = f"base_model.model.model.layers.{layer}.{MODULE_PATHS[module]}"
-            decay = pace.uniform(0.75, 0.95) ** torch.arange(RANK, device=device)
-            a = torch.randn(RANK, d_in, generator=generator, device=device) / d_in**0.5
-            b = torch.randn(d_out, RANK, generator=generator, device=device) * decay * 0.02
+            decay = pace.uniform(0.75, 0.95) ** torch.arange(rank, device=device)
+            a = torch.randn(rank, d_in, generator=generator, device=device) / d_in**0.5
+            b = torch.randn(d_out, rank, generator=generator, device=device) * decay * 0.02
             tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = a.bfloat16().cpu(), b.bfloat16().cpu()
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": sorted(base.widths)}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(base.widths)}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
 
-def measure(work: Path, num_adapters: int, cases: list[str]) -> list[dict[str, Any]]:
-    model = make_llama8b_config(work / "model")
+def measure(work: Path, out: Path, machine: str, scale: Scale, cases: Sequence[str]) -> list[dict[str, Any]]:
+    start = time.monotonic()
+    model = scale.model or make_llama8b_config(work / "model")
     base = BaseShape.from_folder(model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    originals = [write_adapter(work / f"x{index}", base, index, device) for index in range(num_adapters)]
-    outcomes = compress(originals, work / "small", Settings(BUDGET), base, device)
-    torch.cuda.empty_cache()
+    originals = [write_adapter(work / f"x{index}", base, scale.rank, index, device) for index in range(scale.num_adapters)]
+    print(f"{len(originals)} adapters written after {time.monotonic() - start:.0f} s", flush=True)
+    outcomes = compress(originals, work / "twelfth", Settings(BUDGET), base, device)
+    print(f"compressed after {time.monotonic() - start:.0f} s", flush=True)
+    if device == "cuda":
+        torch.cuda.empty_cache()
     before = sum(outcome.survey.slots(outcome.survey.ranks, base) for outcome in outcomes)
     after = sum(outcome.survey.slots(outcome.ranks, base) for outcome in outcomes)
+    share = scale.rank // BUDGET.denominator / scale.rank  # what rounding down the ranks leaves of 1/12
     records = [
-        results.record("slots/twelfth", after, "slots", baseline=("originals", before), limit=f"ratio <= {1.1 / 12:.4f}")
+        results.record("slots/twelfth", after, "slots", baseline=("originals", before), limit=f"ratio <= {1.1 * share:.4f}")
     ]
-    speeds: dict[tuple[str, str], float] = {}
+    fleets = {
+        "original": {f"original{index}": folder for index, folder in enumerate(originals)},
+        "twelfth": {f"twelfth{index}": work / "twelfth" / folder.name for index, folder in enumerate(originals)},
+    }
     for case in cases:
-        fleets = {"original": originals, "twelfth": [work / "small" / folder.name for folder in originals]}
-        room = min(ROOM_FOR_ORIGINALS[case], num_adapters + 1)
-        pool = REQUEST_SLOTS + int(room * before / num_adapters) + 2048
-        for fleet, folders in fleets.items():
-            speeds[case, fleet] = serve(model, folders, pool, work / f"{case}_{fleet}.log")
-            print(f"{case} {fleet}: {speeds[case, fleet]:.0f} tokens/s, pool of {pool} slots", flush=True)
+        room = min(ROOM_FOR_ORIGINALS[case], scale.num_adapters + 1)
+        pool = scale.request_slots + int(room * before / scale.num_adapters) + scale.request_slots // 8
+        log = out / f"fleet_serving_{case}.log"
+        try:
+            speeds, swaps = serve(model, scale, fleets, pool, log)
+        except Exception as error:  # one case that fails must not take the other along
+            print(f"{case}: {type(error).__name__}: {error}", flush=True)
+            continue
+        print(f"{case}: {speeds} tokens/s, pool of {pool} slots; after {time.monotonic() - start:.0f} s", flush=True)
         records.append(
             results.record(
                 f"serve_8b_twelfth/{case}",
-                speeds[case, "twelfth"],
+                speeds["twelfth"],
                 "tokens/s",
-                baseline=("originals", speeds[case, "original"]),
+                baseline=("originals", speeds["original"]),
                 limit=f"ratio >= {WANTED}" if case == "scarce" else None,
-                note=f"{num_adapters} adapters of rank {RANK}, pool of {pool} slots, 32 requests of 256 + 128 tokens",
+                note=f"{scale.num_adapters} adapters of rank {scale.rank}, pool of {pool} slots for {before} of originals, "
+                f"{scale.num_requests} requests of {scale.num_prompt} + {scale.num_new} tokens; swap-ins per round: {swaps}",
             )
         )
+        results.write("fleet_serving", machine, records, out)
     return records
 
 
-def serve(model: Path, folders: list[Path], pool: int, log: Path) -> float:
-    """Median tokens per second of three rounds; every request has the next adapter."""
-    options = ["--model-path", str(model), "--load-format", "dummy", "--skip-tokenizer-init", "--lora-tree"]
-    options += ["--dtype", "bfloat16", "--attention-backend", "triton", "--sampling-backend", "pytorch"]
-    options += ["--cuda-graph-max-bs-decode", "32", "--cuda-graph-backend-prefill", "disabled"]
-    options += ["--max-total-tokens", str(pool), "--hicache-ratio", "4", "--mem-fraction-static", "0.6"]
-    options += ["--lora-paths", *(f"{folder.name}={folder}" for folder in folders)]
+def serve(
+    model: Path, scale: Scale, fleets: dict[str, dict[str, Path]], pool: int, log: Path
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Per fleet the median tokens per second, and the adapters swapped in per round; every request has the next adapter."""
+    options = ["--model-path", str(model), "--skip-tokenizer-init", "--lora-tree", *scale.options]
+    options += ["--max-total-tokens", str(pool), "--hicache-ratio", "3"]
+    options += ["--lora-paths", *(f"{name}={folder}" for fleet in fleets.values() for name, folder in fleet.items())]
     rng = random.Random(5)
-
-    def choose(index: int) -> dict[str, float]:
-        return {folders[index % len(folders)].name: 1.0}
-
+    speeds, swaps = {}, {}
+    start = time.monotonic()
     with Server(options, log) as server:
-        run_32(server, rng, choose, 16)  # compiles kernels, reads adapters
-        return statistics.median(run_32(server, rng, choose, 128) for _ in range(3))
+        print(f"server up after {time.monotonic() - start:.0f} s", flush=True)
+        for fleet, folders in fleets.items():
+            names = list(folders)
+            for num_new in (scale.num_new // 4, scale.num_new):  # compiles kernels, reads adapters, copies them to the host
+                took = run_round(server, scale, names, rng, num_new)
+                print(f"{fleet}: warm-up at {took:.0f} tokens/s", flush=True)
+            before = server.tree()["counters"]["swap_ins"]
+            rounds = [run_round(server, scale, names, rng, scale.num_new) for _ in range(ROUNDS)]
+            print(f"{fleet}: {', '.join(f'{speed:.0f}' for speed in rounds)} tokens/s", flush=True)
+            speeds[fleet] = statistics.median(rounds)
+            swaps[fleet] = round((server.tree()["counters"]["swap_ins"] - before) / ROUNDS, 1)
+            for name in names:  # or they would come back to free slots of the next fleet, unasked
+                response = requests.post(f"{server.url}/unload_lora_adapter", json={"lora_name": name}, timeout=60)
+                assert response.status_code == 200, f"unload {name}: {response.status_code} {response.text[:500]}"
+    return speeds, swaps
+
+
+def run_round(server: Server, scale: Scale, names: Sequence[str], rng: random.Random, num_new: int) -> float:
+    """Tokens per second of all requests at once."""
+    prompts = [[rng.randrange(2, scale.vocab) for _ in range(scale.num_prompt)] for _ in range(scale.num_requests)]
+
+    def ask(index: int) -> Any:
+        return server.generate(
+            input_ids=prompts[index],
+            lora_path=names[index % len(names)],
+            sampling_params={"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True},
+        )
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(scale.num_requests) as pool:
+        answers = list(pool.map(ask, range(scale.num_requests)))
+    took = time.monotonic() - start
+    assert all(len(answer["output_ids"]) == num_new for answer in answers), "an answer was cut short"
+    return scale.num_requests * num_new / took
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=results.RESULTS)
-    parser.add_argument("--adapters", type=int, default=12)
+    parser.add_argument("--out", type=Path, default=results.RESULTS, help="for fleet_serving_<gpu>.json and the servers' logs")
     parser.add_argument("--cases", nargs="+", choices=tuple(ROOM_FOR_ORIGINALS), default=list(ROOM_FOR_ORIGINALS))
+    parser.add_argument("--small", action="store_true", help="the embedded model")
     arguments = parser.parse_args()
-    machine = results.hardware().lower().rpartition(" ")[2]
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    machine = results.hardware().lower().rpartition(" ")[2] if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
-        records = measure(Path(folder), arguments.adapters, arguments.cases)
-        results.write("fleet_serving", machine, records, arguments.out)
+        scale = SMALL if arguments.small else LARGE
+        records = measure(Path(folder), arguments.out, machine, scale, arguments.cases)
     print(results.table(records))
 
 

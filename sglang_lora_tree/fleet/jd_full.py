@@ -29,8 +29,10 @@ def shared_rank(num_adapters: int, d_in: int, d_out: int, budget: int) -> int:
     return max(1, min(rank, d_in, d_out))
 
 
-def jd_full(adapters: Sequence[Adapter], fraction: Fraction, iterations: int = ITERATIONS) -> list[Adapter]:
-    """Every adapter as U S_i V^T, in the parameters that LoRAForge-U would use at this fraction.
+def jd_full(
+    adapters: Sequence[Adapter], fraction: Fraction, iterations: int = ITERATIONS, device: torch.device | str = "cpu"
+) -> list[Adapter]:
+    """Every adapter as U S_i V^T, in the parameters that LoRAForge-U would use at this fraction; computed on `device`.
 
     The results have A = S_i V^T (R, d_in), B = U (d_out, R) and scaling 1, so they can be scored as PEFT adapters; only
     the count of shared parameters differs. All adapters must adapt the same modules. Holds all of them in memory.
@@ -40,12 +42,12 @@ def jd_full(adapters: Sequence[Adapter], fraction: Fraction, iterations: int = I
     assert all(list(adapter.modules) == places for adapter in adapters), "JD-Full wants the same modules in all adapters"
     results: list[dict[Place, AdapterModule]] = [{} for _ in adapters]
     for place in places:
-        modules = [adapter.modules[place] for adapter in adapters]
+        modules = [_moved(adapter.modules[place], device) for adapter in adapters]
         d_in, d_out = modules[0].a.shape[1], modules[0].b.shape[0]
         budget = sum(max(1, math.floor(module.rank * fraction)) for module in modules) * (d_in + d_out)
         u, cores, v = share_bases(modules, shared_rank(len(modules), d_in, d_out, budget), iterations)
         for result, core in zip(results, cores, strict=True):
-            result[place] = AdapterModule((core @ v.T).float().contiguous(), u.float().contiguous(), 1.0)
+            result[place] = AdapterModule((core @ v.T).float().contiguous().cpu(), u.float().contiguous().cpu(), 1.0)
     return [Adapter(adapter.name, "", result) for adapter, result in zip(adapters, results, strict=True)]
 
 
@@ -69,11 +71,17 @@ def _root(b: torch.Tensor) -> torch.Tensor:
     return torch.linalg.qr(b)[1].T
 
 
+def _moved(module: AdapterModule, device: torch.device | str) -> AdapterModule:
+    return AdapterModule(module.a.to(device), module.b.to(device), module.scaling)
+
+
 def _leading(matrix: torch.Tensor, rank: int) -> torch.Tensor:
     """Orthonormal columns that span the leading left singular vectors, `rank` of them."""
+    rows, columns = matrix.shape
+    if columns >= rows:  # most fleets side by side are; far quicker than an SVD
+        return torch.linalg.eigh(matrix @ matrix.T)[1].flip(1)[:, :rank]
     u = torch.linalg.svd(matrix, full_matrices=False)[0][:, :rank]
     if u.shape[1] == rank:
         return u
     # Fewer directions than asked for (few adapters of small rank): any orthonormal complement.
-    rest = torch.eye(len(u), rank, dtype=u.dtype)
-    return torch.linalg.qr(torch.cat([u, rest], dim=1))[0][:, :rank]
+    return torch.linalg.qr(torch.cat([u, torch.eye(rows, rank, dtype=u.dtype, device=u.device)], dim=1))[0][:, :rank]
