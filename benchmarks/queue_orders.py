@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks import results
 from sglang_lora_tree.config import Settings
 from sglang_lora_tree.scheduling.orders import Situation
-from sglang_lora_tree.scheduling.waiting_queue import WINDOW, Ticket, make_queue
+from sglang_lora_tree.scheduling.waiting_queue import Ticket, arrival_of, make_queue
 
 ROOT = Path(__file__).resolve().parents[1]
 COSTS = json.loads((ROOT / "benchmarks" / "workloads.json").read_text())["costs"]
@@ -185,17 +185,18 @@ def _admit(
     per_batch: int,
 ) -> tuple[list[Request], list[Request]]:
     """One pass over the queue."""
-    is_split = len(waiting) > WINDOW
-    window, rest = queue.split(waiting) if is_split else (sorted(waiting, key=lambda r: r.lora_tree_ticket.waiting.arrival), [])
+    window, rest = queue.split(waiting), waiting
     in_use = {member for request in running for member in request.members}
-    window = queue.arrange(window, Situation(now, frozenset(in_use), tier.gpu))
+    window = queue.arrange(sorted(window, key=arrival_of), Situation(now, frozenset(in_use), tier.gpu))
     limit = min(per_batch, settings.cluster_adapters) if settings.queue_order == "clusters" else per_batch
     admitted: list[Request] = []
     tokens = 0
     held = set(in_use)
+    looked_at = 0
     for request in window:
         if len(running) + len(admitted) >= COSTS["max_running"] or (admitted and tokens + request.prompt > CHUNK):
             break
+        looked_at += 1
         if in_use and len(in_use.union(request.members)) > limit:
             continue
         held.update(request.members)
@@ -213,10 +214,8 @@ def _admit(
         for request in admitted:
             queue.fair.charge(request.members, request.prompt)
     left = [request for request in window if id(request) not in chosen]
-    if is_split:
-        return queue.join(left, rest), admitted
-    queue.note_unsplit()
-    return left, admitted
+    queue.note_pass(looked_at == len(window), len(running) + len(admitted) >= COSTS["max_running"])
+    return queue.join(left, rest), admitted
 
 
 # ---- What is measured ----

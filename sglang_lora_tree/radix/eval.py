@@ -61,6 +61,12 @@ class EvalParameters:
         ):
             _check("usage", False, "a mapping of identities to probabilities", self)
 
+    def at(self, now: float) -> EvalParameters:
+        """The same at another time. Without the checks, which these values have passed: the loop calls this."""
+        changed = object.__new__(EvalParameters)
+        changed.__dict__.update(self.__dict__, now=now)
+        return changed
+
     def to_message(self) -> dict[str, Any]:
         """As plain values, for orjson."""
         return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}

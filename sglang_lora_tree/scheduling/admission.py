@@ -82,7 +82,7 @@ class AdmissionControl:
         return max(1, math.ceil(late - self._slo))
 
 
-class LatestFirst:
+class LatestFirst(QueueOrder):
     """The queue's order, or the latest first while there is more than can be served.
 
     Args:
@@ -94,6 +94,10 @@ class LatestFirst:
         self._order = order
         self._latest = Lcfs()
         self._control = control
+        self.needs_running = order.needs_running
+
+    def right_until(self, waiting: Sequence[Waiting], situation: Situation) -> float:
+        return -math.inf  # overload comes and goes
 
     def arrange(self, waiting: Sequence[Waiting], situation: Situation) -> list[int]:
         return (self._latest if self._control.is_overloaded else self._order).arrange(waiting, situation)

@@ -46,12 +46,11 @@ class Advisor:
         """Take a message in; garbage is counted and dropped."""
         try:
             report = parse_report(data)
+            if report.epoch == self._epoch:
+                self._take(report)
         except ValueError as error:
             self.num_dropped += 1
             logger.warning("advisor: a message was dropped: %s", error)
-            return
-        if report.epoch == self._epoch:
-            self._take(report)
 
     def _take(self, report: Report) -> None:
         agrees = self._mirror.apply(report)

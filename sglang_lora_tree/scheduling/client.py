@@ -1,11 +1,13 @@
 """The scheduler's end of the talk with the advisor: sockets, the process, and its life and death.
 
-Only the entry rank has one. Nothing here waits: messages that cannot be sent are dropped, messages that are not there are not
-waited for, and processes are started, watched and killed by a thread that sleeps.
+Only the entry rank has one. The loop only reads and writes attributes here. One thread talks: it makes reports, sends them,
+waits for plans and checks them, because a system call of a socket that wakes another process costs the loop more than a pass
+over its queue. Another starts, watches and kills processes. Messages that cannot be sent are dropped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -15,6 +17,8 @@ import tempfile
 import threading
 import time
 import weakref
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,10 +29,16 @@ from sglang_lora_tree.scheduling.protocol import MAX_BYTES, Plan, Report, Resync
 
 logger = logging.getLogger(__name__)
 
-_RECEIVE = 256  # messages taken from the socket in one step; a loop that has slept finds old plans there
+SECONDS_BETWEEN_REPORTS = 0.1
+_LISTEN_MILLISECONDS = 50  # then the thread looks whether a report is due
+_RECEIVE = 256  # messages taken from the socket at a time
+ADVISOR_NICE = 10
+"""How far the advisor stands back for the server's own processes where there are not cores enough: importing its libraries
+takes half a second of one."""
 _WATCH_SECONDS = 0.1
 _START_SECONDS = 15.0  # until a new process must have said something
-_RESTART_SECONDS = 0.2  # before the first restart; doubled up to the next
+_WELL_SECONDS = 1.0  # one that has made plans and lived so long was well: it was killed, and need not be waited for
+_RESTART_SECONDS = 0.2  # before the first restart; doubled up to the next if a process was not well
 _LONGEST_RESTART_SECONDS = 5.0
 _PREFIX = "sglang-lora-tree-advisor-"
 
@@ -74,7 +84,10 @@ class AdvisorClient:
         self._silence = settings.advisor_silence_seconds
         self._heard_at = self._listened_at = time.monotonic()
         self._has_plan = False
+        self._newest: deque[Plan] = deque(maxlen=1)
         self._sequence = 0
+        self.collect: Callable[[], Report | None] = lambda: None
+        """Makes the next report; called by the thread that talks."""
         remove_stale_folders()
         self.folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))  # mode 0700
         self._context = zmq.Context()
@@ -83,8 +96,14 @@ class AdvisorClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
         self._finalizer = weakref.finalize(self, shutil.rmtree, self.folder, True)
+        self._threads: list[threading.Thread] = []
         if start:
-            threading.Thread(target=self._watch, name="lora-tree-advisor", daemon=True).start()
+            self._run("lora-tree-talk", self._talk)
+            self._run("lora-tree-advisor", self._watch)
+
+    def _run(self, name: str, work: Callable[[], None]) -> None:
+        self._threads.append(threading.Thread(target=work, name=name, daemon=True))
+        self._threads[-1].start()
 
     def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -101,16 +120,64 @@ class AdvisorClient:
 
     # ---- In the loop ----
 
+    def take_plan(self) -> Plan | None:
+        """The newest plan that has come since the last call."""
+        return self._newest.pop() if self._newest else None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether plans come."""
+        return self._has_plan and time.monotonic() - self._heard_at < self._silence
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, if one runs."""
+        return None if self._process is None else self._process.pid
+
+    def close(self) -> None:
+        """End the process and remove the sockets."""
+        self._stopping.set()
+        if self._process is not None:
+            self._process.kill()
+        for thread in self._threads:
+            thread.join()
+        for socket in (self._reports, self._plans):
+            socket.close(0)
+        self._context.term()
+        self._finalizer()
+
+    # ---- In the thread that talks ----
+
+    def _talk(self) -> None:
+        next_report = 0.0
+        while not self._stopping.is_set():
+            if self._plans.poll(_LISTEN_MILLISECONDS):
+                plan = self.receive()
+                if plan is not None:
+                    self._newest.append(plan)
+            self._listened_at = time.monotonic()
+            if self._listened_at >= next_report:
+                next_report = self._listened_at + SECONDS_BETWEEN_REPORTS
+                self._make_report()
+
+    def _make_report(self) -> None:
+        try:
+            report = self.collect()
+        except Exception:  # what it reads is changed by the loop meanwhile: without this thread no plan would ever come again
+            logger.exception("a report could not be made; everything is reported again")
+            self.needs_reset = True
+            return
+        if report is not None:
+            self.send(report)
+
     def receive(self) -> Plan | None:
-        """The newest plan that has come; never waits."""
+        """The newest plan that has come; does not wait."""
         messages: list[bytes] = []
-        # Asking costs a tenth of the exception that an empty socket raises.
-        while len(messages) < _RECEIVE and int(self._plans.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        while len(messages) < _RECEIVE and self._plans.poll(0):
             messages.append(self._plans.recv(zmq.NOBLOCK))
         plan = None
         while messages and plan is None:
             plan = self._take(messages.pop())
-        self._listened_at = time.monotonic()
         return plan
 
     def _take(self, data: bytes) -> Plan | None:
@@ -146,27 +213,7 @@ class AdvisorClient:
     def next_sequence(self) -> int:
         return self._sequence + 1
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether plans come."""
-        return self._has_plan and time.monotonic() - self._heard_at < self._silence
-
-    @property
-    def pid(self) -> int | None:
-        """Of the process, if one runs."""
-        return None if self._process is None else self._process.pid
-
-    def close(self) -> None:
-        """End the process and remove the sockets."""
-        self._stopping.set()
-        if self._process is not None:
-            self._process.kill()
-        for socket in (self._reports, self._plans):
-            socket.close(0)
-        self._context.term()
-        self._finalizer()
-
-    # ---- In a thread ----
+    # ---- In the thread that watches ----
 
     def _watch(self) -> None:
         pause = _RESTART_SECONDS
@@ -182,7 +229,8 @@ class AdvisorClient:
                 return
             self.counters.deaths += 1
             lived = time.monotonic() - began
-            pause = _RESTART_SECONDS if lived > _START_SECONDS else min(2 * pause, _LONGEST_RESTART_SECONDS)
+            was_well = self._heard_at > began and lived > _WELL_SECONDS
+            pause = _RESTART_SECONDS if was_well else min(2 * pause, _LONGEST_RESTART_SECONDS)
             logger.warning("the advisor is gone after %.1f s; another starts in %.1f s", lived, pause)
             self._stopping.wait(pause)
             self._has_plan = False
@@ -203,6 +251,8 @@ class AdvisorClient:
         process = subprocess.Popen(
             [*command, *(part for pair in arguments.items() for part in pair)], stdin=subprocess.DEVNULL, env=environment
         )
+        with contextlib.suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, ADVISOR_NICE)
         logger.info("the advisor is process %d", process.pid)
         return process
 
@@ -210,7 +260,7 @@ class AdvisorClient:
         """Until it is dead; one that says nothing is killed."""
         began = time.monotonic()
         while process.poll() is None and not self._stopping.wait(_WATCH_SECONDS):
-            # Silence counts only while the loop listens: one that stands still has heard nothing.
+            # Silence counts only while the other thread listens: in a process that stands still it hears nothing.
             patience = 4 * self._silence if self._heard_at > began else _START_SECONDS
             if self._listened_at - max(self._heard_at, began) > patience:
                 self.counters.wedged += 1

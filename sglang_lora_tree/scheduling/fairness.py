@@ -8,6 +8,7 @@ back after a pause starts at the lowest counter in the queue, so that pauses are
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 from sglang_lora_tree.scheduling.orders import QueueOrder, Situation, Waiting
@@ -16,7 +17,7 @@ PROMPT_PRICE = 1.0
 OUTPUT_PRICE = 2.0
 
 
-class FairOrder:
+class FairOrder(QueueOrder):
     """The order of the queue under fairness; :meth:`charge` is told what was served.
 
     Args:
@@ -28,6 +29,10 @@ class FairOrder:
         self._counters: dict[tuple[str, ...], float] = {}
         self._waited: set[tuple[str, ...]] = set()
         """Adapters that had requests in the queue at the last look."""
+        self.needs_running = order.needs_running
+
+    def right_until(self, waiting: Sequence[Waiting], situation: Situation) -> float:
+        return -math.inf  # counters move with every token
 
     def charge(self, members: tuple[str, ...], prompt_tokens: int, output_tokens: int = 0) -> None:
         """Tokens were served to an adapter (the empty tuple: the base model)."""

@@ -11,10 +11,10 @@ import heapq
 import sys
 from collections.abc import Sequence
 
-from sglang_lora_tree.scheduling.orders import Situation, Waiting
+from sglang_lora_tree.scheduling.orders import QueueOrder, Situation, Waiting
 
 
-class Lag:
+class Lag(QueueOrder):
     """The greedy order, in O(n log n): requests with the same adapters move together.
 
     Args:

@@ -7,10 +7,10 @@ down the queue and admits what fits.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from sglang_lora_tree.config import QUEUE_ORDERS, Settings
 
@@ -40,41 +40,51 @@ class Situation:
     now: float
     """Of the clock that the ranks share, in seconds."""
     running: frozenset[str]
-    """Adapters of the running batch."""
+    """Adapters of the running batch (for orders that need them), and of requests that have been chosen already."""
     resident: Container[str]
     """Adapters on the GPU, or on their way there."""
 
 
-class QueueOrder(Protocol):
-    """An order of the waiting queue."""
+class QueueOrder:
+    """An order of the waiting queue, to start from."""
+
+    needs_running = False
+    """Whether it looks at ``Situation.running``, which takes time to put together. What runs is resident in any case."""
 
     def arrange(self, waiting: Sequence[Waiting], situation: Situation) -> list[int]:
         """Positions in ``waiting``, each once, the first to be looked at first."""
-        ...
+        raise NotImplementedError
+
+    def right_until(self, waiting: Sequence[Waiting], situation: Situation) -> float:
+        """When the answer for the same requests and the same situation may be another only because time has passed.
+
+        -inf: it depends on more than these.
+        """
+        return math.inf
 
 
-class Fcfs:
+class Fcfs(QueueOrder):
     """As they came; with ``--schedule-policy lpm``, as SGLang orders them."""
 
     def arrange(self, waiting: Sequence[Waiting], situation: Situation) -> list[int]:
         return list(range(len(waiting)))
 
 
-class Lcfs:
+class Lcfs(QueueOrder):
     """The latest first (S-LoRA, App. B: right when most of the queue is too late already)."""
 
     def arrange(self, waiting: Sequence[Waiting], situation: Situation) -> list[int]:
         return sorted(range(len(waiting)), key=lambda position: -waiting[position].arrival)
 
 
-class LeastAdaptersFirst:
+class LeastAdaptersFirst(QueueOrder):
     """Requests that need the fewest adapters first, wherever these are (DyMerge-LoRA, Fig. 15: Least First)."""
 
     def arrange(self, waiting: Sequence[Waiting], situation: Situation) -> list[int]:
         return sorted(range(len(waiting)), key=lambda position: len(waiting[position].members))
 
 
-class Random:
+class Random(QueueOrder):
     """At random, but the same on every rank and in every pass.
 
     Args:
@@ -89,7 +99,7 @@ class Random:
         return sorted(range(len(waiting)), key=draws.__getitem__)
 
 
-class Clusters:
+class Clusters(QueueOrder):
     """Requests of the running adapters first, joined by the next ones in the queue up to a number of adapters.
 
     S-LoRA, section 4.2 (adapter clustering). The rest of the queue comes after them; admission, too, counts to the limit.
@@ -97,6 +107,8 @@ class Clusters:
     Args:
         limit: adapters in one batch.
     """
+
+    needs_running = True
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -117,7 +129,7 @@ class Clusters:
         return sorted(inside + late) + [position for position in outside if position not in joined_late]
 
 
-class OverdueFirst:
+class OverdueFirst(QueueOrder):
     """Requests older than theta before all others, as they came (DyMerge-LoRA, section 4.2): nobody starves.
 
     Args:
@@ -128,6 +140,7 @@ class OverdueFirst:
     def __init__(self, order: QueueOrder, theta: float) -> None:
         self._order = order
         self._theta = theta
+        self.needs_running = order.needs_running
 
     def arrange(self, waiting: Sequence[Waiting], situation: Situation) -> list[int]:
         latest = situation.now - self._theta
@@ -135,11 +148,18 @@ class OverdueFirst:
         if not overdue:
             return self._order.arrange(waiting, situation)
         overdue.sort(key=lambda position: waiting[position].arrival)
+        if len(overdue) == len(waiting):
+            return overdue  # the rule where queues are long
         chosen = situation.running.union(*(waiting[position].members for position in overdue))
         positions = [position for position, request in enumerate(waiting) if request.arrived_at > latest]
         others = Situation(situation.now, chosen, situation.resident)
         arranged = self._order.arrange([waiting[position] for position in positions], others)
         return overdue + [positions[position] for position in arranged]
+
+    def right_until(self, waiting: Sequence[Waiting], situation: Situation) -> float:
+        latest = situation.now - self._theta
+        overdue_at = [request.arrived_at + self._theta for request in waiting if request.arrived_at > latest]
+        return min(overdue_at, default=math.inf)
 
 
 def make_order(settings: Settings) -> QueueOrder:

@@ -5,7 +5,7 @@ Hooks (all do nothing while ``--lora-tree`` is off), on ``sglang.srt.managers``:
 * ``scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs`` (AFTER): the entry rank adds a
   :class:`~sglang_lora_tree.scheduling.protocol.Step` to the list that SGLang broadcasts to all ranks.
 * ``scheduler.Scheduler.init_request_dispatcher`` (AFTER): every rank applies it, before the requests that came with it.
-* ``scheduler.Scheduler.get_next_batch_to_run`` (BEFORE): a little of what the plan asks for, and a few rows of the report.
+* ``scheduler.Scheduler.get_next_batch_to_run`` (BEFORE): a little of what the plan asks for.
 """
 
 from __future__ import annotations
@@ -81,8 +81,10 @@ class Plans:
     def next_step(self, has_requests: bool) -> Step | None:
         """On the entry rank, once per loop step: what to tell all ranks, if anything."""
         now = time.monotonic() - self._origin
-        plan = None if self.client is None else self.client.receive()
-        is_fallback = self.client is not None and plan is None and not self.client.is_alive
+        client, plan, is_fallback = self.client, None, False
+        if client is not None:
+            plan = client.take_plan()
+            is_fallback = plan is None and not client.is_alive
         if plan is None and not has_requests and now < self._next_step and is_fallback == self.is_fallback:
             return None
         self._next_step = now + SECONDS_BETWEEN_STEPS
@@ -97,7 +99,7 @@ class Plans:
         if step.plan is not None:
             self.last = step.plan
             self._count(step.plan)
-            core.set_eval_parameters(dataclasses.replace(step.plan.parameters, now=step.now))
+            core.set_eval_parameters(step.plan.parameters.at(step.now))
             queue.want(step.plan.candidates)
             self.swapper.follow(step.plan)
 

@@ -5,53 +5,39 @@
     advisor -> scheduler    Resync   "I have missed something": everything is reported again, little by little
     entry rank -> ranks     Step     the clock, and a plan if there is one; rides on SGLang's broadcast of requests
 
-Bytes are JSON (orjson) with a version and a kind. Whatever does not parse to exactly one of these is a ValueError, for the
-receiver to count and drop. Times are seconds of the entry rank's clock since its scheduler started.
+Messages are JSON (orjson) with a version and a kind; a report's rows follow as float64 after a line feed, because the loop can
+write a hundred of them in the time that JSON takes for ten. Whatever does not parse to exactly one of these is a ValueError,
+for the receiver to count and drop. Times are seconds of the entry rank's clock since its scheduler started.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import orjson
 
 from sglang_lora_tree.radix.eval import EvalParameters
 
-VERSION = 1
+Rows = Sequence[float]
+VERSION = 2
 MAX_BYTES = 1 << 20
 """Of one message."""
 MAX_NAMED = 256
 """Requests, or nodes, that one list of a plan may name."""
 
 
-@dataclass(frozen=True)
-class QueuedRow:
-    """A request that waits."""
-
-    arrival: int
-    arrived_at: float
-    length: int
-    """Tokens of its prompt."""
-    members: tuple[str, ...]
-    """Identities of its adapters."""
-
-
-@dataclass(frozen=True)
-class NodeRow:
-    """A node of the tree."""
-
-    id: int
-    parent: int
-    identity: str | None
-    """Of a LoRA node; None for KV and mix nodes."""
-    slots: int
-    on_gpu: bool
-    on_host: bool
-    visits: float
-    used_at: float
+NODE_ROW = ("id", "parent", "adapter", "slots", "tier", "visits", "used_at")
+"""Of a node. adapter: place in the table of sets of a LoRA node's identity, or -1; tier: 1 if on the GPU, plus 2 if in host
+memory, or -1 if the node has left the tree."""
+REQUEST_ROW = ("arrival", "arrived_at", "length", "members")
+"""Of a request that waits. members: place in the table of sets of its adapters' identities, or -1 if it waits no longer."""
+ABSENT = -1.0
+_EXACT = float(1 << 53)  # whole numbers up to here survive as float64
 
 
 @dataclass(frozen=True)
@@ -74,38 +60,34 @@ class Load:
 
 @dataclass(frozen=True)
 class Report:
-    """Changes since the report before; rows replace what was known of the same request or node."""
+    """Changes since the report before, oldest first; a row replaces what was known of its request or node."""
 
     epoch: int
     """Number of the advisor process it is meant for."""
     sequence: int
     is_reset: bool
-    """Forget everything: what follows is all there is."""
+    """Forget everything, the table of sets too: what follows is all there is."""
     now: float
     load: Load
-    queued: tuple[QueuedRow, ...] = ()
-    left: tuple[int, ...] = ()
-    nodes: tuple[NodeRow, ...] = ()
-    removed: tuple[int, ...] = ()
+    sets: Sequence[Sequence[str]] = ()
+    """New entries of the table of sets of identities, which rows refer to by place."""
+    requests: Rows = ()
+    """:data:`REQUEST_ROW` after :data:`REQUEST_ROW`, flat."""
+    nodes: Rows = ()
+    """:data:`NODE_ROW` after :data:`NODE_ROW`, flat."""
 
     def to_bytes(self) -> bytes:
-        return _pack(
-            "report",
-            {
-                "epoch": self.epoch,
-                "sequence": self.sequence,
-                "is_reset": self.is_reset,
-                "now": self.now,
-                "load": [getattr(self.load, name) for name in _LOAD],
-                "queued": [(row.arrival, row.arrived_at, row.length, row.members) for row in self.queued],
-                "left": self.left,
-                "nodes": [
-                    (row.id, row.parent, row.identity, row.slots, row.on_gpu, row.on_host, row.visits, row.used_at)
-                    for row in self.nodes
-                ],
-                "removed": self.removed,
-            },
-        )
+        header = {
+            "epoch": self.epoch,
+            "sequence": self.sequence,
+            "is_reset": self.is_reset,
+            "now": self.now,
+            "load": [getattr(self.load, name) for name in _LOAD],
+            "sets": self.sets,
+            "requests": len(self.requests) // len(REQUEST_ROW),
+            "nodes": len(self.nodes) // len(NODE_ROW),
+        }
+        return b"".join((_pack("report", header), b"\n", array("d", self.requests), array("d", self.nodes)))
 
 
 @dataclass(frozen=True)
@@ -154,22 +136,30 @@ _LOAD = tuple(field.name for field in fields(Load))
 
 
 def parse_report(data: bytes) -> Report:
-    """The report in a message; ValueError if it is none."""
-    body = _unpack(data, {"report": Report})
+    """The report in a message, its rows as arrays of one row each; ValueError if it is none."""
+    _check_size(data)
+    line, _, rows = data.partition(b"\n")
+    body = _unpack(line, {"report": Report})
     load = _list(body, "load", _number)
     if len(load) != len(_LOAD):
         raise ValueError("load: wrong number of values")
     counts = {name: int(value) for name, value in zip(_LOAD[:5], load, strict=False)}
+    num_requests, num_nodes = (_count(body[name], name) for name in ("requests", "nodes"))
+    split = num_requests * len(REQUEST_ROW)
+    if len(rows) != 8 * (split + num_nodes * len(NODE_ROW)):
+        raise ValueError(f"rows: {len(rows)} bytes do not hold {num_requests} requests and {num_nodes} nodes")
+    values = np.frombuffer(rows, np.float64)
+    if not (np.abs(values) < _EXACT).all():  # false for what is not finite, too
+        raise ValueError("rows: a value out of range")
     return Report(
         _count(body["epoch"], "epoch"),
         _count(body["sequence"], "sequence"),
         _flag(body["is_reset"], "is_reset"),
         _number(body["now"], "now"),
         Load(**counts, load_bytes=load[5], load_seconds=load[6], read_bytes=load[7], read_seconds=load[8]),
-        _list(body, "queued", _queued_row),
-        _list(body, "left", _count),
-        _list(body, "nodes", _node_row),
-        _list(body, "removed", _count),
+        _list(body, "sets", _set),
+        values[:split].reshape(-1, len(REQUEST_ROW)),  # type: ignore[arg-type]
+        values[split:].reshape(-1, len(NODE_ROW)),  # type: ignore[arg-type]
     )
 
 
@@ -183,9 +173,9 @@ def parse_reply(data: bytes) -> Plan | Resync:
         epoch,
         _count(body["number"], "number"),
         EvalParameters.from_message(body["parameters"]),
-        _list(body, "candidates", _count, MAX_NAMED),
+        _counts(body, "candidates"),
         _list(body, "prefetch", _text, MAX_NAMED),
-        _list(body, "swap_in", _count, MAX_NAMED),
+        _counts(body, "swap_in"),
         _number(body["hit_probability"], "hit_probability"),
     )
 
@@ -197,9 +187,13 @@ def _pack(kind: str, body: Mapping[str, Any]) -> bytes:
     return orjson.dumps({"version": VERSION, "kind": kind, **body})
 
 
-def _unpack(data: bytes, kinds: Mapping[str, type]) -> dict[str, Any]:
+def _check_size(data: bytes) -> None:
     if len(data) > MAX_BYTES:
         raise ValueError(f"a message of {len(data)} bytes; at most {MAX_BYTES} are read")
+
+
+def _unpack(data: bytes, kinds: Mapping[str, type]) -> dict[str, Any]:
+    _check_size(data)
     body = orjson.loads(data)  # its error is a ValueError
     if not isinstance(body, dict) or body.pop("version", None) != VERSION:
         raise ValueError(f"not a message of version {VERSION}")
@@ -243,27 +237,16 @@ def _list(body: Mapping[str, Any], name: str, parse: Callable[[Any, str], Any], 
     return tuple(parse(value, name) for value in values)
 
 
-def _row(value: Any, name: str, length: int) -> list[Any]:
-    if not isinstance(value, list) or len(value) != length:
-        raise ValueError(f"{name}: want rows of {length} values")
-    return value
+def _counts(body: dict[str, Any], name: str) -> tuple[int, ...]:
+    """As ``_list`` of ``_count``, without a call per value: the loop parses plans."""
+    values = body[name]
+    are_counts = isinstance(values, list) and set(map(type, values)) <= {int} and min(values, default=0) >= 0
+    if not are_counts or len(values) > MAX_NAMED:
+        raise ValueError(f"{name}: want a list of at most {MAX_NAMED} whole numbers of at least 0")
+    return tuple(values)
 
 
-def _queued_row(value: Any, name: str) -> QueuedRow:
-    arrival, arrived_at, length, members = _row(value, name, 4)
-    names = tuple(_text(member, name) for member in _row(members, name, len(members) if isinstance(members, list) else -1))
-    return QueuedRow(_count(arrival, name), _number(arrived_at, name), _count(length, name), names)
-
-
-def _node_row(value: Any, name: str) -> NodeRow:
-    node_id, parent, identity, slots, on_gpu, on_host, visits, used_at = _row(value, name, 8)
-    return NodeRow(
-        _count(node_id, name),
-        _count(parent, name),
-        None if identity is None else _text(identity, name),
-        _count(slots, name),
-        _flag(on_gpu, name),
-        _flag(on_host, name),
-        _number(visits, name),
-        _number(used_at, name),
-    )
+def _set(value: Any, name: str) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise ValueError(f"{name}: want lists of identities")
+    return tuple(_text(member, name) for member in value)

@@ -21,6 +21,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_lora_tree.radix.residency import Residency
 from sglang_lora_tree.scheduling.orders import Situation
 from sglang_lora_tree.scheduling.scheduler_hooks import STATE, members_of
 from sglang_lora_tree.scheduling.waiting_queue import arrival_of
@@ -42,11 +43,14 @@ def order_queue(
     if queue is None or residency is None:
         original(policy, waiting_queue, running_batch, *args, **kwargs)
         return
-    if not STATE.is_split:
-        waiting_queue.sort(key=arrival_of)  # the pass before has left it in another order
+    version = None if queue.order.needs_running else _version_of_resident(residency)
+    if STATE.is_split and queue.is_arranged(waiting_queue, version):
+        STATE.begin_pass(waiting_queue)
+        return
+    waiting_queue.sort(key=arrival_of)  # the pass before has left it in another order
     if not STATE.is_split or policy.policy is CacheAgnosticPolicy.FCFS:
         original(policy, waiting_queue, running_batch, *args, **kwargs)
-    running = [] if running_batch is None else running_batch.reqs
+    running = running_batch.reqs if queue.order.needs_running and running_batch is not None else ()
     members = frozenset[str]().union(*[req.lora_tree_ticket.waiting.members for req in running])
     situation = Situation(queue.now, members, residency.resident)
     if policy.enable_priority_scheduling:
@@ -56,8 +60,13 @@ def order_queue(
             ordered += queue.arrange(list(equals), situation)
         waiting_queue[:] = ordered
     else:
-        waiting_queue[:] = queue.arrange(waiting_queue, situation)
+        waiting_queue[:] = queue.arrange(waiting_queue, situation, version)
     STATE.begin_pass(waiting_queue)
+
+
+def _version_of_resident(residency: Residency) -> tuple[int, int, int]:
+    """Another one whenever other adapters are on the GPU: without a swap-out there can only be more of them."""
+    return residency.num_resident, residency.counters.swap_outs, residency.core.resets
 
 
 def share_waiting_times(result: None, drainer: Any, waiting_queue: list[Req], running_reqs: list[Req]) -> None:

@@ -1,27 +1,33 @@
-"""What the advisor is told: changes of the tree and of the queue, a few rows in each step of the loop.
+"""What the advisor is told: changes of the tree and of the queue.
 
-A reset is the same thing with everything changed: there is no snapshot that would make the loop stand still.
+In the loop: what changes is noted by reference as it happens, and nothing else is done. In the thread that talks to the advisor
+(``client``): :meth:`Reporter.collect` makes rows of it, a few at a time, so that it never holds the interpreter for long. It
+reads nodes while the loop changes them; a row may be half old and half new, but then the change has been noted after it, and
+another row follows. A reset is the same thing with everything changed, walked little by little.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sglang_lora_tree.radix.identity import BASE_IDENTITY
 from sglang_lora_tree.radix.residency import Residency
-from sglang_lora_tree.scheduling.protocol import Load, NodeRow, QueuedRow, Report
+from sglang_lora_tree.radix.tree_core_hooks import LoraNode
+from sglang_lora_tree.scheduling.orders import Waiting
+from sglang_lora_tree.scheduling.protocol import ABSENT, Load, Report
 
 if TYPE_CHECKING:
     from sglang_lora_tree.scheduling.client import AdvisorClient
 
-ROWS_PER_STEP = 8
-"""Rows made in one step: about 10 microseconds."""
-SECONDS_BETWEEN_REPORTS = 0.1
-_MOST_ROWS = 2048  # of one report; more means that the loop is slower than the tree
+ROWS_AT_A_TIME = 256
+"""Rows that one report has at most; making them takes half a millisecond."""
+_MOST_SETS = 65_536  # of one epoch's table; after that it begins again
 
 
 class Reporter:
-    """Collects rows for the next report.
+    """Collects rows for reports.
 
     Args:
         residency: whose tree is reported.
@@ -33,75 +39,115 @@ class Reporter:
         self._core = residency.core
         self._client = client
         self._core.changes = {}
-        self._queue: dict[int, Any] = {}
-        """Requests that joined the queue and are not reported yet, by arrival."""
-        self._queued: list[QueuedRow] = []
-        self._left: dict[int, None] = {}
-        self._nodes: list[NodeRow] = []
-        self._removed: list[int] = []
-        self._is_reset = False
-        self._next_report = 0.0
         self._resets = self._core.resets
+        self._now, self._num_waiting, self._num_running = 0.0, 0, 0
+        self._events: deque[tuple[Any, bool] | list[Any]] = deque()
+        """Requests that joined (True) or left (False) the queue; a list: everything is to be reported again, this queue too."""
+        # The rest is the talking thread's.
+        self._waiting: list[Any] = []
+        """Requests of the queue as it was at the last reset, the oldest last."""
+        self._walk: Iterator[int] | None = None
+        """Over all nodes, after a reset."""
+        self._sets: dict[tuple[str, ...], int] = {}
+        self._new_sets: list[tuple[str, ...]] = []
+        self._requests: list[float] = []
+        self._nodes: list[float] = []
+        self._is_reset = False
+        client.collect = self.collect
+
+    # ---- In the loop ----
 
     def note_queued(self, req: Any) -> None:
         """A request joined the queue."""
-        arrival = req.lora_tree_ticket.waiting.arrival
-        self._queue[arrival] = req
-        self._left.pop(arrival, None)
+        self._events.append((req.lora_tree_ticket.waiting, True))
 
     def note_admitted(self, reqs: Iterable[Any]) -> None:
         """Requests left the queue."""
         for req in reqs:
-            arrival = req.lora_tree_ticket.waiting.arrival
-            self._queue.pop(arrival, None)
-            self._left[arrival] = None
+            self._events.append((req.lora_tree_ticket.waiting, False))
 
     def step(self, now: float, waiting: Sequence[Any], num_running: int) -> None:
-        """Once per loop step: make a few rows, and send them when it is time."""
+        """Once per loop step."""
+        self._now, self._num_waiting, self._num_running = now, len(waiting), num_running
         if self._client.needs_reset or self._core.resets != self._resets:
-            self._reset(waiting)
-        self._make_rows(ROWS_PER_STEP)
-        if now >= self._next_report:
-            self._next_report = now + SECONDS_BETWEEN_REPORTS
-            self._send(now, len(waiting), num_running)
+            self._client.needs_reset = False
+            self._resets = self._core.resets
+            self._events = deque((list(waiting),))
 
-    def forget(self) -> None:
-        """Nobody listens: keep nothing."""
-        for rows in (self._core.changes, self._queue, self._queued, self._left, self._nodes, self._removed):
-            rows.clear()  # type: ignore[union-attr]
+    # ---- In the thread that talks ----
 
-    def _reset(self, waiting: Sequence[Any]) -> None:
-        self.forget()
-        self._client.needs_reset = False
-        self._is_reset = True
-        self._resets = self._core.resets
-        self._core.note_all_changed()
-        self._queue.update((req.lora_tree_ticket.waiting.arrival, req) for req in waiting)
+    @property
+    def is_done(self) -> bool:
+        """Whether everything that has changed is in a row."""
+        return not (self._events or self._waiting or self._core.changes or self._walk)
 
-    def _make_rows(self, count: int) -> None:
+    def collect(self) -> Report:
+        """The next report."""
+        events, left = self._events, ROWS_AT_A_TIME
+        while left and (self._waiting or events):
+            left -= 1
+            if self._waiting:
+                self._add_request(self._waiting.pop().lora_tree_ticket.waiting, True)
+                continue
+            event = events.popleft()
+            if isinstance(event, list):
+                self._begin_again(event)
+            else:
+                self._add_request(*event)
         changes = self._core.changes
         assert changes is not None
-        if len(self._nodes) + len(self._removed) + len(self._queued) > _MOST_ROWS:
-            return
-        while count and self._queue:
-            arrival, req = self._queue.popitem()
-            waiting = req.lora_tree_ticket.waiting
-            self._queued.append(QueuedRow(arrival, waiting.arrived_at, len(req.origin_input_ids), waiting.members))
-            count -= 1
-        while count and changes:
+        while left and changes:
             node_id, _ = changes.popitem()
-            count -= 1
-            node = self._core.get_node(node_id)
-            if node is None:
-                self._removed.append(node_id)
-            else:
-                self._nodes.append(NodeRow(*self._core.row_of(node)))
+            self._add_node(node_id)
+            left -= 1
+        while left and self._walk is not None:
+            node_id = next(self._walk, -1)
+            if node_id < 0:
+                self._walk = None
+            elif node_id != self._core.virtual_root.id and self._core.get_node(node_id) is not None:
+                self._add_node(node_id)
+                left -= 1
+        return self._report()
 
-    def _send(self, now: float, num_waiting: int, num_running: int) -> None:
-        cache, counters = self._residency.cache, self._residency.counters
+    def _begin_again(self, waiting: list[Any]) -> None:
+        self._is_reset = True
+        self._waiting = waiting[::-1]
+        self._sets, self._new_sets, self._requests, self._nodes = {}, [], [], []
+        # Changes that are noted already stay: told twice, they do no harm.
+        self._walk = (node.id for node in self._core.subtree(LoraNode(BASE_IDENTITY, self._core.virtual_root)))
+
+    def _add_request(self, waiting: Waiting, is_waiting: bool) -> None:
+        if is_waiting:
+            self._requests += (waiting.arrival, waiting.arrived_at, waiting.length, self._set_of(waiting.members))
+        else:
+            self._requests += (waiting.arrival, 0.0, 0.0, ABSENT)
+
+    def _add_node(self, node_id: int) -> None:
+        node = self._core.get_node(node_id)
+        if node is None:
+            self._nodes += (node_id, 0.0, ABSENT, 0.0, ABSENT, 0.0, 0.0)
+            return
+        try:
+            _, parent, identity, slots, on_gpu, on_host, visits, used_at = self._core.row_of(node)
+        except AttributeError:
+            return  # it leaves the tree at this moment, and that will be noted, too
+        adapter = ABSENT if identity is None else self._set_of((identity,))
+        self._nodes += (node_id, parent, adapter, slots, on_gpu + 2 * on_host, visits, used_at)
+
+    def _set_of(self, members: tuple[str, ...]) -> int:
+        place = self._sets.get(members)
+        if place is None:
+            place = self._sets[members] = len(self._sets)
+            self._new_sets.append(members)
+            if place == _MOST_SETS:
+                self._client.needs_reset = True
+        return place
+
+    def _report(self) -> Report:
+        cache, counters, client = self._residency.cache, self._residency.counters, self._client
         load = Load(
-            num_waiting,
-            num_running,
+            self._num_waiting,
+            self._num_running,
             cache.num_pool_slots,
             int(cache.num_free_slots),
             int(cache.host_pool.size_per_token),
@@ -110,21 +156,8 @@ class Reporter:
             float(counters.read_bytes),
             counters.read_seconds,
         )
-        self._client.send(
-            Report(
-                self._client.epoch,
-                self._client.next_sequence,
-                self._is_reset,
-                now,
-                load,
-                tuple(self._queued),
-                tuple(self._left),
-                tuple(self._nodes),
-                tuple(self._removed),
-            )
-        )
+        rows = self._new_sets, self._requests, self._nodes
+        report = Report(client.epoch, client.next_sequence, self._is_reset, self._now, load, *rows)
         self._is_reset = False
-        for made in (self._queued, self._left, self._nodes, self._removed):
-            made.clear()  # type: ignore[attr-defined]
-
-
+        self._new_sets, self._requests, self._nodes = [], [], []
+        return report

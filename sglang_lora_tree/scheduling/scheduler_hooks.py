@@ -32,7 +32,6 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_lora_tree.composite.demand import WeightedDemand
 from sglang_lora_tree.composite.manager_hooks import TreeLoRAManager
 from sglang_lora_tree.composite.request_hooks import UNLOAD_FOR_GOOD
-from sglang_lora_tree.config import current_settings
 from sglang_lora_tree.radix.identity import BASE_IDENTITY, namespace_key
 from sglang_lora_tree.radix.residency import Demand, Residency, Verdict
 from sglang_lora_tree.scheduling.orders import MAX_WAITS
@@ -51,22 +50,36 @@ class SchedulerState:
         self.manager: TreeLoRAManager | None = None
         self.adder: Any = None
         """SGLang's PrefillAdder of the pass under way."""
-        self.failed: list[tuple[Req, str]] = []
-        """Requests of the pass under way that can not be served."""
         self.queue: WaitingQueue | None = None
         self.plans: Plans | None = None
+        self.most_adapters: int | None = None
+        """In one batch, where ``queue_order`` is clusters."""
+        self.num_left = 0
+        """Length of the queue after the last pass."""
+        self.begin(False)
+
+    def begin(self, will_look: bool) -> None:
+        """A pass begins."""
+        self.will_look = will_look
+        """It is expected to look at the queue."""
         self.is_split = False
-        """The pass under way sees the window of the queue only."""
+        """It sees the window of the queue only..."""
+        self.num_window = 0
+        """... with so many requests."""
         self.is_ordered = False
-        """The pass under way has ordered the queue."""
+        """It has ordered the queue."""
+        self.num_looked_at = 0
+        """Requests that it has looked at..."""
+        self.num_waits = 0
+        """... and found waiting for adapters..."""
+        self.ready: list[Req] = []
+        """... or with their adapters there..."""
+        self.failed: list[tuple[Req, str]] = []
+        """... or that can not be served."""
         self.running_members: set[str] = set()
-        """Adapters of the running batch and of what the pass under way has admitted..."""
+        """Adapters of the running batch and of what the pass has admitted..."""
         self.num_running_loras = -1
         """... as of when SGLang's set of ``lora_id`` had this size."""
-        self.num_waits = 0
-        """Requests that this pass has found waiting for adapters."""
-        self.ready: list[Req] = []
-        """Requests of the pass under way whose adapters are there."""
 
     @property
     def residency(self) -> Residency | None:
@@ -93,6 +106,8 @@ def attach(scheduler: Any) -> None:
         raise RuntimeError(f"--lora-tree: the LoRA manager is a {type(manager).__name__} that no tree is attached to")
     STATE.manager = manager
     STATE.queue = make_queue(manager.settings)
+    if manager.settings.queue_order == "clusters":
+        STATE.most_adapters = min(manager.settings.cluster_adapters, scheduler.max_loras_per_batch)
 
 
 def demand_of(req: Req) -> WeightedDemand | None:
@@ -213,55 +228,81 @@ def remember_adder(result: None, adder: Any, *args: Any, **kwargs: Any) -> None:
 
 def run_pass(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND ``Scheduler._get_new_batch_prefill_raw``: one pass over the waiting queue."""
-    residency = STATE.residency
-    if residency is None:
+    residency, queue = STATE.residency, STATE.queue
+    if residency is None or queue is None:
         return original(scheduler, *args, **kwargs)
-    STATE.failed, STATE.ready = [], []
-    result = _walk_queue(original, scheduler, *args, **kwargs)
+    STATE.begin(_will_look(scheduler, *args, **kwargs))
+    result = _walk_queue(original, queue, scheduler, *args, **kwargs) if STATE.will_look else original(scheduler, *args, **kwargs)
     batch = result[0]
-    admitted = batch.reqs if batch is not None else []
-    for req in admitted:
-        weighted = demand_of(req)
-        residency.note_admitted(req.rid, None if weighted is None else weighted.demand)
-    if STATE.plans is not None and STATE.plans.reporter is not None:
-        STATE.plans.reporter.note_admitted(admitted)
-    alone = batch is None and scheduler.running_batch.is_empty()
-    for req in STATE.ready:
-        if req not in admitted:
-            residency.note_rejected(req.rid, alone)
+    if STATE.is_ordered or batch is not None:
+        _note_outcome(residency, queue, scheduler, [] if batch is None else batch.reqs)
+    elif STATE.will_look or len(scheduler.waiting_queue) < STATE.num_left:
+        # What requests hold that are gone ends all the same. Only those that a pass has looked at hold anything.
+        waiting = scheduler.waiting_queue
+        residency.begin_pass(req.rid for req in (waiting[:WINDOW] if may_split(scheduler.policy, waiting) else waiting))
+    STATE.num_left = len(scheduler.waiting_queue)
     residency.end_pass(batch_formed=batch is not None)
-    _abort_failed(scheduler)
-    STATE.adder = None
-    if current_settings().verify_invariants:  # type: ignore[union-attr]
+    if STATE.manager.settings.verify_invariants:  # type: ignore[union-attr]
         residency.core.check_invariants()
         residency.cache.check_ranks_agree()
     return result
 
 
-def _walk_queue(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """SGLang's own pass, over the window of a long queue or over all of a short one."""
-    queue = STATE.queue
-    rest: list[Req] = []
-    assert queue is not None
-    STATE.is_ordered, STATE.num_waits, STATE.num_running_loras = False, 0, -1
-    STATE.is_split = may_split(scheduler.policy, scheduler.waiting_queue)
-    if STATE.is_split:
-        scheduler.waiting_queue, rest = queue.split(scheduler.waiting_queue)
+def _will_look(
+    scheduler: Any, prefill_delayer_single_pass: Any = None, running_batch: Any = None, *args: Any, **kwargs: Any
+) -> bool:
+    """Whether SGLang will look at the queue; in most steps of a loaded server it sees at once that the batch is full.
+
+    Should it look all the same, it sees the whole queue, which costs time and nothing else.
+    """
+    return (
+        running_batch is None
+        or not running_batch.batch_is_full
+        or scheduler.chunked_req is not None
+        or running_batch.is_empty()
+        or scheduler.policy.enable_priority_scheduling
+    )
+
+
+def _walk_queue(original: Callable[..., Any], queue: WaitingQueue, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang's own pass, over the window of the queue or, where SGLang orders all of it, over all."""
+    if not may_split(scheduler.policy, scheduler.waiting_queue):
+        result = original(scheduler, *args, **kwargs)
+        if STATE.is_ordered:
+            queue.note_unsplit()
+        return result
+    rest = scheduler.waiting_queue
+    STATE.is_split = True
+    scheduler.waiting_queue = queue.split(rest)
+    STATE.num_window = len(scheduler.waiting_queue)
     result = original(scheduler, *args, **kwargs)
-    if not STATE.is_ordered:
-        STATE.begin_pass(scheduler.waiting_queue)  # the batch is full: holds of requests that are gone end all the same
-    elif not STATE.is_split:
-        queue.note_unsplit()
-    if STATE.is_split:
-        scheduler.waiting_queue = queue.join(scheduler.waiting_queue, rest)
+    scheduler.waiting_queue = queue.join(scheduler.waiting_queue, rest)
     return result
+
+
+def _note_outcome(residency: Residency, queue: WaitingQueue, scheduler: Any, admitted: list[Req]) -> None:
+    """Tell everybody who was admitted, and who was not for want of room."""
+    for req in admitted:
+        weighted = demand_of(req)
+        residency.note_admitted(req.rid, None if weighted is None else weighted.demand)
+    if admitted and STATE.plans is not None and STATE.plans.reporter is not None:
+        STATE.plans.reporter.note_admitted(admitted)
+    rejected = [req for req in STATE.ready if req not in admitted]
+    for req in rejected:
+        residency.note_rejected(req.rid, not admitted and scheduler.running_batch.is_empty())
+    if STATE.is_split:
+        queue.note_pass(STATE.num_looked_at >= STATE.num_window, bool(rejected))
+    _abort_failed(scheduler)
+    STATE.adder = None
 
 
 def may_split(policy: Any, queue: list[Req]) -> bool:
     """Whether a pass may look at a part of the queue only: where SGLang itself would take it as it comes."""
-    if len(queue) <= WINDOW or policy.enable_priority_scheduling:
+    if policy.enable_priority_scheduling:
         return False
-    return policy.policy in (CacheAgnosticPolicy.FCFS, CacheAwarePolicy.LPM, CacheAwarePolicy.HRRN)
+    if policy.policy is CacheAgnosticPolicy.FCFS:
+        return True
+    return len(queue) > WINDOW and policy.policy in (CacheAwarePolicy.LPM, CacheAwarePolicy.HRRN)
 
 
 def can_schedule(original: Callable[..., bool], scheduler: Any, req: Req, running_loras: set[str | None]) -> bool:
@@ -269,6 +310,7 @@ def can_schedule(original: Callable[..., bool], scheduler: Any, req: Req, runnin
     residency = STATE.residency
     if residency is None:
         return original(scheduler, req, running_loras)
+    STATE.num_looked_at += 1
     if scheduler.lora_drainer and not scheduler.lora_drainer.can_schedule(req):
         return False
     if req.to_finish is not None:
@@ -277,8 +319,11 @@ def can_schedule(original: Callable[..., bool], scheduler: Any, req: Req, runnin
         return False
     weighted = demand_of(req)
     demand = None if weighted is None else weighted.demand
-    if demand is not None and req.lora_id not in running_loras and _too_many_adapters(scheduler, demand, running_loras):
-        return False
+    if demand is not None and req.lora_id not in running_loras:
+        limit = STATE.most_adapters or scheduler.max_loras_per_batch
+        # What runs is on the GPU, so where that is not too much, what runs is not.
+        if residency.num_resident + len(demand.members) > limit and _too_many_adapters(limit, demand, running_loras):
+            return False
     adder = STATE.adder
     alone = not adder.can_run_list and scheduler.running_batch.is_empty()
     verdict = residency.admit(req.rid, demand, int(adder.rem_total_tokens), alone)
@@ -291,17 +336,12 @@ def can_schedule(original: Callable[..., bool], scheduler: Any, req: Req, runnin
     return verdict is Verdict.READY
 
 
-def _too_many_adapters(scheduler: Any, demand: Demand, running_loras: set[str | None]) -> bool:
+def _too_many_adapters(limit: int, demand: Demand, running_loras: set[str | None]) -> bool:
     """--max-loras-per-batch counts different adapters, members of mixes included; a request alone always may run."""
-    assert STATE.manager is not None
     if len(running_loras) != STATE.num_running_loras:  # it only grows while a pass lasts
         STATE.num_running_loras = len(running_loras)
         STATE.running_members = {member for lora_id in running_loras for member in members_of(lora_id)}
     running = STATE.running_members
-    settings = STATE.manager.settings
-    limit = scheduler.max_loras_per_batch
-    if settings.queue_order == "clusters":
-        limit = min(limit, settings.cluster_adapters)
     return bool(running) and len(running) + len(set(demand.members) - running) > limit
 
 

@@ -1,17 +1,19 @@
 """The waiting queue as this package sees it: numbered requests, a shared clock, a window to look at, and an order.
 
 In: requests as they come, the time that the entry rank has sent to all ranks, and what a plan names. Out: the part of the
-queue that a pass looks at, in order. A pass costs what the window costs, however long the queue is.
+queue that a pass looks at, in order. A pass costs what the window costs, however long the queue is; while nothing changes, the
+order of the pass before is the order.
 """
 
 from __future__ import annotations
 
 import bisect
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from sglang_lora_tree.config import Settings
 from sglang_lora_tree.scheduling.admission import AdmissionControl, LatestFirst
@@ -19,7 +21,9 @@ from sglang_lora_tree.scheduling.fairness import FairOrder
 from sglang_lora_tree.scheduling.orders import QueueOrder, Situation, Waiting, make_order
 
 WINDOW = 64
-"""Requests of a long queue that one pass looks at; of 128 tokens each, they fill a prefill chunk of 8,192."""
+"""Requests of a long queue that one pass looks at, at most; of 128 tokens each, they fill a prefill chunk of 8,192."""
+SMALL_WINDOW = 8
+"""While there is no room for more, which is when queues are long."""
 
 
 @dataclass(slots=True)
@@ -49,7 +53,7 @@ class WaitingQueue:
     """Numbers, clock, window and order of one scheduler process.
 
     The list of requests itself stays SGLang's. While the window is in use it is: requests in the window, then the rest by
-    arrival.
+    arrival, then those that came back out of turn (retracted, preempted) since the last pass.
 
     Args:
         order: of the requests in the window.
@@ -65,10 +69,18 @@ class WaitingQueue:
         self.order = order
         self.fair: FairOrder | None = None
         self.control: AdmissionControl | None = None
+        self.window_size = WINDOW
         self._next_arrival = 0
         self._last_queued = -1
         self._is_sorted = True
+        self._out_of_turn: list[Ticketed] = []
         self._wanted: deque[int] = deque()
+        self._arranged: list[Any] = []
+        """The last order that was found..."""
+        self._arranged_for: Any = None
+        """... what it was found for, besides requests and time..."""
+        self._arranged_until = -math.inf
+        """... and until when it is right."""
 
     def take_ticket(self, members: Iterable[str], length: int = 0) -> Ticket:
         """Number a request that has just come; every rank sees requests in one order."""
@@ -79,8 +91,10 @@ class WaitingQueue:
     def note_queued(self, request: Ticketed) -> None:
         """A request was put at the end of the queue, perhaps again (retracted, preempted)."""
         arrival = arrival_of(request)
-        self._is_sorted = self._is_sorted and arrival > self._last_queued
-        self._last_queued = max(arrival, self._last_queued)
+        if arrival > self._last_queued:
+            self._last_queued = arrival
+        elif self._is_sorted:
+            self._out_of_turn.append(request)
         request.lora_tree_ticket.in_window = False
         if self.control is not None:
             self.control.note_arrived(self.now)
@@ -91,25 +105,60 @@ class WaitingQueue:
 
     # ---- One pass ----
 
-    def split(self, queue: list[Request]) -> tuple[list[Request], list[Request]]:
-        """The window and the rest of a queue; both keep their requests until :meth:`join`."""
+    def split(self, queue: list[Request]) -> list[Request]:
+        """Take the window off the front of a queue, which keeps the rest until :meth:`join`.
+
+        In place: a long list copied, or looked through, in every pass is what costs.
+        """
         if not self._is_sorted:
-            queue = sorted(queue, key=arrival_of)
+            queue.sort(key=arrival_of)
             for request in queue:
                 request.lora_tree_ticket.in_window = False
             self._is_sorted = True
-        size = 0
-        while size < len(queue) and queue[size].lora_tree_ticket.in_window:
+        elif self._out_of_turn:
+            self._put_in_turn(queue)
+        self._out_of_turn.clear()
+        size, length = 0, len(queue)
+        while size < length and queue[size].lora_tree_ticket.in_window:
             size += 1
-        window, rest = queue[:size], queue[size:]
-        self._refill(window, rest)
-        window.sort(key=arrival_of)
-        return window, rest
+        window = queue[:size]
+        del queue[:size]
+        if size > self.window_size:
+            self._put_back(window, queue)
+        elif size < self.window_size and queue:
+            self._refill(window, queue)
+        return window
+
+    def _put_back(self, window: list[Any], rest: list[Any]) -> None:
+        """Give what is too much for the window back to the rest."""
+        back = sorted(window[self.window_size :], key=arrival_of)
+        del window[self.window_size :]
+        for request in back:
+            request.lora_tree_ticket.in_window = False
+        older = bisect.bisect_left(back, arrival_of(rest[0]), key=arrival_of) if rest else len(back)
+        rest[:0] = back[:older]
+        for request in back[older:]:
+            bisect.insort(rest, request, lo=older, key=arrival_of)
+
+    def _put_in_turn(self, queue: list[Any]) -> None:
+        """Move requests that came back from the end of the queue to where their arrival puts them."""
+        found = []
+        for request in self._out_of_turn:
+            place = len(queue) - 1
+            while place >= 0 and queue[place] is not request:
+                place -= 1
+            if place >= 0:  # else it was aborted meanwhile
+                found.append(queue.pop(place))
+        start = 0
+        while start < len(queue) and queue[start].lora_tree_ticket.in_window:
+            start += 1
+        for request in found:
+            bisect.insort(queue, request, lo=start, key=arrival_of)
 
     def _refill(self, window: list[Request], rest: list[Request]) -> None:
         """By turns what the plan wants and the oldest, so that neither keeps the other out."""
         oldest = 0
-        for turn in range(WINDOW - len(window)):
+        for turn in range(self.window_size - len(window)):
             place = self._find_wanted(rest, oldest) if turn % 2 else None
             if place is None:
                 if oldest == len(rest):
@@ -132,21 +181,49 @@ class WaitingQueue:
 
     def join(self, window: list[Request], rest: list[Request]) -> list[Request]:
         """The queue again, after a pass that may have taken requests from the window and put others at its end."""
-        joined = [request for request in window if request.lora_tree_ticket.in_window]
-        if len(joined) == len(window):
-            return joined + rest
-        return joined + rest + [request for request in window if not request.lora_tree_ticket.in_window]
+        kept = [request for request in window if request.lora_tree_ticket.in_window]
+        if len(kept) < len(window):
+            rest += [request for request in window if not request.lora_tree_ticket.in_window]
+        rest[:0] = kept
+        return rest
 
     def note_unsplit(self) -> None:
         """A pass has looked at the whole queue and left it in the pass's order."""
         self._is_sorted = False
 
-    def arrange(self, requests: Sequence[Request], situation: Situation) -> list[Request]:
-        """Requests in the order's order; ties stay as they are given."""
+    def note_pass(self, saw_all: bool, found_no_room: bool) -> None:
+        """How a pass over the window ended: one that got through all of it will look at more the next time."""
+        if found_no_room:
+            self.window_size = SMALL_WINDOW
+        elif saw_all:
+            self.window_size = min(2 * self.window_size, WINDOW)
+
+    # ---- Order ----
+
+    def arrange(self, requests: Sequence[Request], situation: Situation, version: Any = None) -> list[Request]:
+        """Requests in the order's order; ties stay as they are given.
+
+        Args:
+            version: stands for what ``situation`` says of the GPU; an order found for the same is not looked for again.
+                None: always look.
+        """
         if self.is_fallback:
             return list(requests)
         waiting = [request.lora_tree_ticket.waiting for request in requests]
-        return [requests[position] for position in self.order.arrange(waiting, situation)]
+        arranged = [requests[position] for position in self.order.arrange(waiting, situation)]
+        self._arranged = arranged
+        self._arranged_for = version
+        self._arranged_until = -math.inf if version is None else self.order.right_until(waiting, situation)
+        return list(arranged)
+
+    def is_arranged(self, requests: list[Request], version: Any) -> bool:
+        """Whether requests are in the order that :meth:`arrange` found last, and nothing has changed since."""
+        return (
+            self.now < self._arranged_until
+            and version == self._arranged_for
+            and not self.is_fallback
+            and requests == self._arranged
+        )
 
 
 def make_queue(settings: Settings) -> WaitingQueue:

@@ -17,7 +17,7 @@ import zmq
 
 from sglang_lora_tree.config import Settings
 from sglang_lora_tree.scheduling.client import _PREFIX, AdvisorClient, remove_stale_folders
-from sglang_lora_tree.scheduling.protocol import Load, NodeRow, Plan, Report
+from sglang_lora_tree.scheduling.protocol import Load, Plan, Report
 
 LOAD = Load(0, 1, 1000, 1000, 256, 0.0, 0.0, 0.0, 0.0)
 PATIENCE = 60.0  # on a busy machine
@@ -28,15 +28,19 @@ class Loop:
 
     def __init__(self, client: AdvisorClient) -> None:
         self.client = client
+        client.collect = self.collect
         self.longest = 0.0
-        """Step, in seconds of this thread's own CPU time and waiting in calls."""
+        """Step, in seconds."""
+
+    def collect(self) -> Report:
+        is_reset, self.client.needs_reset = self.client.needs_reset, False
+        rows = ([("adapter:a",)], (), (7, 0, 0, 15, 2, 1.0, 0.0)) if is_reset else ((), (), ())
+        return Report(self.client.epoch, self.client.next_sequence, is_reset, 1.0, LOAD, *rows)
 
     def step(self) -> Plan | None:
         start = time.perf_counter()
-        plan = self.client.receive()
-        is_reset, self.client.needs_reset = self.client.needs_reset, False
-        nodes = (NodeRow(7, 0, "adapter:a", 15, False, True, 1.0, 0.0),) if is_reset else ()
-        self.client.send(Report(self.client.epoch, self.client.next_sequence, is_reset, 1.0, LOAD, nodes=nodes))
+        plan = self.client.take_plan()
+        self.client.is_alive  # noqa: B018
         self.longest = max(self.longest, time.perf_counter() - start)
         time.sleep(0.01)
         return plan

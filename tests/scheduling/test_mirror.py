@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,43 +14,81 @@ from sglang_lora_tree.radix.eval import EvalParameters, low_lora
 from sglang_lora_tree.scheduling.advisor import Advisor
 from sglang_lora_tree.scheduling.mirror import Mirror
 from sglang_lora_tree.scheduling.planner import NUM_CANDIDATES, Planner
-from sglang_lora_tree.scheduling.protocol import Load, NodeRow, Plan, QueuedRow, Report, Resync, parse_reply
+from sglang_lora_tree.scheduling.protocol import ABSENT, Load, Plan, Report, Resync, parse_reply
 from sglang_lora_tree.scheduling.waiting_queue import WINDOW
 
 LOAD = Load(0, 4, 1000, 1000, 256, 0.0, 0.0, 0.0, 0.0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A node of the tree."""
+
+    id: int
+    parent: int
+    identity: str | None
+    slots: int
+    on_gpu: bool
+    on_host: bool
+    visits: float
+    used_at: float
+
+
 class Reports:
-    """Numbers reports."""
+    """Numbers reports, and makes rows."""
 
     def __init__(self) -> None:
         self.sequence = 0
+        self.sets: list[tuple[str, ...]] = []
 
-    def make(self, now: float = 0.0, load: Load = LOAD, is_reset: bool = False, **rows: tuple) -> Report:
+    def make(
+        self,
+        now: float = 0.0,
+        load: Load = LOAD,
+        is_reset: bool = False,
+        nodes: Sequence[Node] = (),
+        removed: Sequence[int] = (),
+        queued: Sequence[tuple[int, tuple[str, ...]]] = (),
+    ) -> Report:
         self.sequence += 1
-        return Report(1, self.sequence, is_reset or self.sequence == 1, now, load, **rows)
+        known = len(self.sets)
+        requests = [value for number, members in queued for value in (number, 0.0, 9, self._place(members))]
+        rows: list[float] = []
+        for node in nodes:
+            adapter = ABSENT if node.identity is None else self._place((node.identity,))
+            rows += (node.id, node.parent, adapter, node.slots, node.on_gpu + 2 * node.on_host, node.visits, node.used_at)
+        for node_id in removed:
+            rows += (node_id, 0, ABSENT, 0, ABSENT, 0, 0)
+        return Report(1, self.sequence, is_reset or self.sequence == 1, now, load, self.sets[known:], requests, rows)
+
+    def _place(self, members: tuple[str, ...]) -> int:
+        if members not in self.sets:
+            self.sets.append(members)
+        return self.sets.index(members)
 
 
-def adapter(node_id: int, name: str, on_gpu: bool, on_host: bool = True, slots: int = 15, visits: float = 1.0) -> NodeRow:
-    return NodeRow(node_id, 0, name, slots, on_gpu, on_host, visits, 0.0)
+def adapter(node_id: int, name: str, on_gpu: bool, on_host: bool = True, slots: int = 15, visits: float = 1.0) -> Node:
+    return Node(node_id, 0, name, slots, on_gpu, on_host, visits, 0.0)
 
 
 def test_random_changes_end_in_the_same_picture() -> None:
     draw, reports, mirror = random.Random(0), Reports(), Mirror(300.0)
-    truth: dict[int, NodeRow] = {}
+    truth: dict[int, Node] = {}
+    gone: set[int] = set()  # ids never come back
     for _ in range(50):
         nodes, removed = [], []
-        for node_id in draw.sample(range(3000), 60):
+        for node_id in draw.sample(range(1, 3000), 60):
             if node_id in truth and draw.random() < 0.4:
                 del truth[node_id]
+                gone.add(node_id)
                 removed.append(node_id)
-            else:
+            elif node_id not in gone:
                 name = f"a{node_id}" if node_id % 10 == 0 else None
-                row = NodeRow(node_id, node_id // 10, name, draw.randint(1, 99), draw.random() < 0.5, True, draw.random(), 1.0)
+                row = Node(node_id, node_id // 10, name, draw.randint(1, 99), draw.random() < 0.5, True, draw.random(), 1.0)
                 truth[node_id] = row
-                nodes.append(row)
-        assert mirror.apply(reports.make(nodes=tuple(nodes), removed=tuple(removed)))
-    assert len(mirror) == len(truth)
+                nodes += [dataclasses.replace(row, slots=7), row]  # the last row counts
+        assert mirror.apply(reports.make(nodes=nodes, removed=removed))
+    assert len(mirror) == len(truth) and gone
     places = np.array([mirror._places[node_id] for node_id in truth])
     for name in ("slots", "on_gpu", "visits", "used_at", "parent"):
         assert getattr(mirror, name)[places].tolist() == [getattr(row, name) for row in truth.values()]
@@ -63,6 +102,12 @@ def test_random_changes_end_in_the_same_picture() -> None:
     assert mirror.apply(reports.make(is_reset=True)) and len(mirror) == 0
 
 
+def test_a_row_of_an_unknown_set_is_garbage() -> None:
+    report = dataclasses.replace(Reports().make(), requests=(1, 0.0, 9, 4))
+    with pytest.raises(ValueError, match="set 4 of 0"):
+        Mirror(300.0).apply(report)
+
+
 def test_a_missing_report_is_noticed() -> None:
     reports, mirror = Reports(), Mirror(300.0)
     assert mirror.apply(reports.make())
@@ -74,7 +119,7 @@ def test_a_missing_report_is_noticed() -> None:
 
 def test_requests_that_ended_unseen_are_noticed() -> None:
     reports, mirror = Reports(), Mirror(300.0)
-    rows = tuple(QueuedRow(number, 0.0, 1, ()) for number in range(1000))
+    rows = [(number, ()) for number in range(1000)]
     assert mirror.apply(reports.make(queued=rows, load=dataclasses.replace(LOAD, waiting=1000)))
     assert not mirror.apply(reports.make(load=dataclasses.replace(LOAD, waiting=10)))
 
@@ -83,7 +128,7 @@ def test_low_lora_by_hand() -> None:
     """The worked example: probabilities 0.5, 0.3, 0.2 and a batch of 4 need 2.29 adapters."""
     reports, mirror = Reports(), Mirror(300.0)
     names = ["a"] * 5 + ["b"] * 3 + ["c"] * 2
-    mirror.apply(reports.make(queued=tuple(QueuedRow(number, 0.0, 1, (name,)) for number, name in enumerate(names))))
+    mirror.apply(reports.make(queued=[(number, (name,)) for number, name in enumerate(names)]))
     assert mirror.usage == pytest.approx({"a": 0.5, "b": 0.3, "c": 0.2})
     assert Planner(Settings(), 1).parameters(mirror).low_lora == pytest.approx(2.29, abs=0.01)
     assert low_lora(np.array([0.5, 0.3, 0.2]), 4) == pytest.approx(2.29, abs=0.01)
@@ -117,7 +162,7 @@ def plan_for(*reports: Report, settings: Settings | None = None) -> Plan:
 def test_prefetch_is_in_the_order_of_admission() -> None:
     nodes = (adapter(1, "gpu", on_gpu=True), adapter(2, "host", on_gpu=False))
     wanted = [("disk",), ("gpu",), ("host", "disk"), ("more", "host")]
-    queued = tuple(QueuedRow(number, 0.0, 9, members) for number, members in enumerate(wanted))
+    queued = list(enumerate(wanted))
     load = dataclasses.replace(LOAD, waiting=4)
     assert plan_for(Reports().make(nodes=nodes, queued=queued, load=load)).prefetch == ("disk", "host", "more")
     # Ten seconds later all are overdue: the order is that of arrival, which is the same here but for LAG's choice.
@@ -127,7 +172,7 @@ def test_prefetch_is_in_the_order_of_admission() -> None:
 
 def test_candidates_are_those_whose_adapters_are_there() -> None:
     nodes = (adapter(1, "gpu", on_gpu=True),)
-    queued = tuple(QueuedRow(number, 0.0, 9, ("gpu",) if number % 10 == 0 else (f"a{number}",)) for number in range(1000))
+    queued = [(number, ("gpu",) if number % 10 == 0 else (f"a{number}",)) for number in range(1000)]
     plan = plan_for(Reports().make(nodes=nodes, queued=queued, load=dataclasses.replace(LOAD, waiting=1000)))
     looked_at = WINDOW - NUM_CANDIDATES
     assert plan.candidates == tuple(number for number in range(looked_at, 1000) if number % 10 == 0)[:NUM_CANDIDATES]

@@ -29,12 +29,10 @@ class Client:
     pid: int | None = None
     coming: list[Plan] = field(default_factory=list)
     counters: Any = None
+    collect: Any = None
 
-    def receive(self) -> Plan | None:
+    def take_plan(self) -> Plan | None:
         return self.coming.pop() if self.coming else None
-
-    def send(self, report: Any) -> bool:
-        return True
 
 
 @pytest.fixture

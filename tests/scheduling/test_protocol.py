@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 from hypothesis import given
@@ -11,12 +14,12 @@ from hypothesis import strategies as st
 
 from sglang_lora_tree.radix.eval import EvalParameters
 from sglang_lora_tree.scheduling.protocol import (
+    ABSENT,
     MAX_BYTES,
     MAX_NAMED,
+    VERSION,
     Load,
-    NodeRow,
     Plan,
-    QueuedRow,
     Report,
     Resync,
     parse_reply,
@@ -29,22 +32,24 @@ REPORT = Report(
     is_reset=True,
     now=1.5,
     load=Load(3, 4, 1000, 10, 256, 1e9, 0.5, 2e9, 1.25),
-    queued=(QueuedRow(5, 1.25, 100, ("adapter:a", "adapter:b")), QueuedRow(6, 1.5, 1, ())),
-    left=(1, 2),
-    nodes=(NodeRow(9, 0, "adapter:a", 15, True, True, 2.5, 1.0), NodeRow(10, 9, None, 4, False, True, 0.0, 0.0)),
-    removed=(3,),
+    sets=(("adapter:a", "adapter:b"), (), ("adapter:a",)),
+    requests=(5, 1.25, 100, 0, 6, 1.5, 1, 1, 4, 0.0, 0.0, ABSENT),
+    nodes=(9, 0, 2, 15, 3, 2.5, 1.0, 10, 9, ABSENT, 4, 2, 0.0, 0.0, 3, 0, ABSENT, 0, ABSENT, 0, 0),
 )
 PLAN = Plan(2, 11, EvalParameters(version=11, now=1.5, low_lora=2.5), (5, 6), ("adapter:b",), (10,), 0.75)
 
 
 def test_there_and_back() -> None:
-    assert parse_report(REPORT.to_bytes()) == REPORT
+    report = parse_report(REPORT.to_bytes())
+    assert np.asarray(report.requests).ravel().tolist() == list(REPORT.requests)
+    assert np.asarray(report.nodes).ravel().tolist() == list(REPORT.nodes)
+    assert dataclasses.replace(report, requests=(), nodes=()) == dataclasses.replace(REPORT, requests=(), nodes=())
     assert parse_reply(PLAN.to_bytes()) == PLAN
     assert parse_reply(Resync(4).to_bytes()) == Resync(4)
 
 
 def test_a_report_is_no_reply_and_a_plan_is_no_report() -> None:
-    with pytest.raises(ValueError, match="report"):
+    with pytest.raises(ValueError):
         parse_reply(REPORT.to_bytes())
     with pytest.raises(ValueError, match="plan"):
         parse_report(PLAN.to_bytes())
@@ -53,7 +58,7 @@ def test_a_report_is_no_reply_and_a_plan_is_no_report() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 2},
+        {"version": VERSION + 1},
         {"kind": "order"},
         {"kind": ["plan"]},
         {"epoch": -1},
@@ -99,16 +104,28 @@ def test_garbage(data: bytes) -> None:
 @given(st.data())
 def test_a_message_with_any_field_replaced_by_anything(data: st.DataObject) -> None:
     for message, parse in ((PLAN, parse_reply), (REPORT, parse_report)):
-        body = orjson.loads(message.to_bytes())
+        line, separator, rows = message.to_bytes().partition(b"\n")
+        body = orjson.loads(line)
         body[data.draw(st.sampled_from(sorted(body)))] = data.draw(values)
         try:
-            parse(orjson.dumps(body))
+            parse(orjson.dumps(body) + separator + rows)
         except ValueError:
             pass
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2.0**53])
+def test_rows_with_one_thing_wrong(value: float) -> None:
+    with pytest.raises(ValueError, match="range"):
+        parse_report(dataclasses.replace(REPORT, nodes=(*REPORT.nodes[:-1], value)).to_bytes())
+    for data in (REPORT.to_bytes()[:-1], REPORT.to_bytes() + b"\x00" * 8, REPORT.to_bytes().partition(b"\n")[0]):
+        with pytest.raises(ValueError, match="rows"):
+            parse_report(data)
 
 
 def test_a_huge_message_is_not_read() -> None:
     with pytest.raises(ValueError, match="bytes"):
         parse_reply(b"[" * (MAX_BYTES + 1))
+    with pytest.raises(ValueError, match="bytes"):
+        parse_report(REPORT.to_bytes() + b"\x00" * MAX_BYTES)
     with pytest.raises(ValueError):
         parse_reply(b"[" * 100_000)  # deep nesting

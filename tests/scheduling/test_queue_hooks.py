@@ -21,10 +21,15 @@ from sglang_lora_tree.scheduling.waiting_queue import WINDOW, make_queue
 class Residency:
     """Adapters a and b are on the GPU."""
 
-    resident = frozenset("ab")
-
     def __init__(self) -> None:
+        self.resident = frozenset("ab")
+        self.counters = SimpleNamespace(swap_outs=0)
+        self.core = SimpleNamespace(resets=0)
         self.passes: list[list[str]] = []
+
+    @property
+    def num_resident(self) -> int:
+        return len(self.resident)
 
     def begin_pass(self, waiting: Iterator[str]) -> None:
         self.passes.append(list(waiting))
@@ -98,8 +103,12 @@ def test_fallback_is_arrival(residency: Residency) -> None:
     assert names(queue) == ["c", "a", "d"]
 
 
+def make_scheduler(queue: list[Any], kind: Any = CacheAgnosticPolicy.FCFS) -> Any:
+    return SimpleNamespace(waiting_queue=queue, policy=policy_of(kind), chunked_req=None)
+
+
 def test_a_pass_sees_the_window_and_loses_nobody(residency: Residency) -> None:
-    scheduler = SimpleNamespace(waiting_queue=[ask("c") for _ in range(500)], policy=policy_of(CacheAwarePolicy.LPM))
+    scheduler = make_scheduler([ask("c") for _ in range(500)], CacheAwarePolicy.LPM)
     seen: list[int] = []
 
     def original(scheduler: Any) -> tuple[Any, Any]:
@@ -113,11 +122,62 @@ def test_a_pass_sees_the_window_and_loses_nobody(residency: Residency) -> None:
         return None, None
 
     for _ in range(5):
-        scheduler_hooks._walk_queue(original, scheduler)
+        scheduler_hooks._walk_queue(original, STATE.queue, scheduler)
     assert seen == [WINDOW] * 5 and len(scheduler.waiting_queue) == 500 - 5 * 3 + 5
     assert len({req.rid for req in scheduler.waiting_queue}) == len(scheduler.waiting_queue)
     assert not scheduler_hooks.may_split(policy_of(has_priorities=True), scheduler.waiting_queue)
     assert not scheduler_hooks.may_split(policy_of(CacheAgnosticPolicy.LOF), scheduler.waiting_queue)
+
+
+def test_an_order_is_kept_until_something_changes(residency: Residency, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = STATE.queue
+    assert queue is not None
+    asked: list[int] = []
+    arrange = queue.order.arrange
+    monkeypatch.setattr(queue.order, "arrange", lambda *args: asked.append(len(args[0])) or arrange(*args))
+    scheduler = make_scheduler([ask(name) for name in "cacbdb"])
+
+    def original(scheduler: Any) -> tuple[Any, Any]:
+        queue_hooks.order_queue(lambda *_: None, scheduler.policy, scheduler.waiting_queue)
+        return None, None
+
+    def one_pass() -> tuple[int, list[str]]:
+        before = len(asked)
+        scheduler_hooks._walk_queue(original, queue, scheduler)
+        return len(asked) - before, names(scheduler.waiting_queue)
+
+    assert one_pass() == (1, ["a", "b", "b", "c", "c", "d"])
+    assert one_pass() == (0, ["a", "b", "b", "c", "c", "d"])
+    residency.resident = frozenset("abd")
+    assert one_pass() == (1, ["a", "b", "d", "b", "c", "c"])
+    residency.resident, residency.counters.swap_outs = frozenset("abc"), 1
+    assert one_pass() == (1, ["c", "a", "c", "b", "b", "d"]), "as many are there, but not the same"
+    scheduler.waiting_queue.append(ask("c"))
+    assert one_pass() == (1, ["c", "a", "c", "b", "b", "c", "d"])
+    scheduler.waiting_queue.pop(0)
+    assert one_pass()[0] == 1
+    queue.now = 5.0  # theta
+    assert one_pass() == (1, ["a", "c", "b", "d", "b", "c"])
+
+
+def test_a_full_batch_costs_nothing_and_aborted_requests_lose_their_holds(residency: Residency) -> None:
+    scheduler = make_scheduler([ask("c") for _ in range(500)])
+    full = SimpleNamespace(batch_is_full=True, is_empty=lambda: False, reqs=[])
+    residency.end_pass = lambda batch_formed: None  # type: ignore[attr-defined]
+    untouched = scheduler.waiting_queue
+
+    def one_pass() -> None:
+        scheduler_hooks.run_pass(lambda scheduler, running_batch: (None, running_batch), scheduler, running_batch=full)
+
+    for _ in range(3):
+        one_pass()
+    assert scheduler.waiting_queue is untouched and residency.passes == []
+    aborted = scheduler.waiting_queue.pop(3)
+    one_pass()
+    assert len(residency.passes) == 1 and aborted.rid not in residency.passes[0]
+    full.batch_is_full = False
+    one_pass()
+    assert len(residency.passes) == 2, "there was room, and nobody was looked at"
 
 
 def drain(waiting: list[Any], running: list[Any], max_loras: int = 2) -> dict[str, str]:

@@ -1,21 +1,22 @@
-"""What the advisor is told is true: after any traffic its picture is the tree's and the queue's, and it costs little a step."""
+"""What the advisor is told is true: after any traffic its picture is the tree's and the queue's, and a report is small."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sglang_lora_tree.scheduling.mirror import Mirror
 from sglang_lora_tree.scheduling.orders import Fcfs
-from sglang_lora_tree.scheduling.protocol import Report, parse_report
-from sglang_lora_tree.scheduling.reporter import ROWS_PER_STEP, SECONDS_BETWEEN_REPORTS, Reporter
+from sglang_lora_tree.scheduling.protocol import NODE_ROW, REQUEST_ROW, Report, parse_report
+from sglang_lora_tree.scheduling.reporter import ROWS_AT_A_TIME, Reporter
 from sglang_lora_tree.scheduling.waiting_queue import Ticket, WaitingQueue
 from tests.radix.tree import Tree
 
 
 @dataclass
 class Client:
-    """Plays the advisor's end; ``deaf`` loses reports."""
+    """Plays the thread that talks, and the advisor's end; ``deaf`` loses reports."""
 
     mirror: Mirror = field(default_factory=lambda: Mirror(300.0))
     needs_reset: bool = True
@@ -23,27 +24,27 @@ class Client:
     epoch: int = 1
     next_sequence: int = 1
     largest: int = 0
+    collect: Callable[[], Report] | None = None
 
-    def send(self, report: Report) -> bool:
+    def talk(self) -> None:
+        assert self.collect is not None
+        report = self.collect()
         self.next_sequence += 1
-        self.largest = max(self.largest, len(report.nodes))
+        self.largest = max(self.largest, len(report.nodes) // len(NODE_ROW) + len(report.requests) // len(REQUEST_ROW))
         if not self.deaf and not self.mirror.apply(parse_report(report.to_bytes())):
             self.needs_reset = True
-        return not self.deaf
 
 
 @dataclass(eq=False)
 class Request:
     lora_tree_ticket: Ticket
-    origin_input_ids: list[int]
 
 
 def check_picture(mirror: Mirror, tree: Tree) -> None:
     rows = {node.id: tree.core.row_of(node) for node in tree.nodes()}
-    places = mirror._places
-    assert places.keys() == rows.keys()
+    assert len(mirror) == len(rows)
     for node_id, (_, parent, identity, slots, on_gpu, on_host, visits, used_at) in rows.items():
-        place = places[node_id]
+        place = mirror._places[node_id]
         seen = (mirror.parent[place], mirror.slots[place], mirror.on_gpu[place], mirror.on_host[place])
         assert seen == (parent, slots, on_gpu, on_host), f"node {node_id}: {seen}"
         assert mirror.is_adapter[place] == (identity is not None)
@@ -53,7 +54,7 @@ def check_picture(mirror: Mirror, tree: Tree) -> None:
 
 def test_the_picture_is_the_tree(tree: Tree) -> None:
     draw, client = random.Random(1), Client()
-    reporter, now = Reporter(tree.residency, client), 0.0
+    reporter = Reporter(tree.residency, client)  # type: ignore[arg-type]
     for round_number in range(30):
         weights = dict.fromkeys(draw.sample("abcdef", draw.choice((1, 1, 2))), 1.0) if draw.random() < 0.9 else None
         demand = tree.demand(weights)
@@ -72,34 +73,40 @@ def test_the_picture_is_the_tree(tree: Tree) -> None:
             client.deaf = False
         if round_number == 22:
             tree.flush()
-        for _ in range(12):
-            now += SECONDS_BETWEEN_REPORTS / 3
-            reporter.step(now, [], 0)
-    for _ in range(40):
-        now += SECONDS_BETWEEN_REPORTS
+        reporter.step(float(round_number), [], 0)
+        client.talk()
+    for now in (30.0, 31.0):
         reporter.step(now, [], 0)
+        client.talk()
     check_picture(client.mirror, tree)
-    assert 0 < client.largest <= 3 * ROWS_PER_STEP + ROWS_PER_STEP, "a few rows a step, whatever has happened"
+    assert reporter.is_done
+
+
+def test_a_report_is_small_whatever_has_changed(tree: Tree) -> None:
+    client, queue = Client(), WaitingQueue(Fcfs())
+    reporter = Reporter(tree.residency, client)  # type: ignore[arg-type]
+    waiting = [Request(queue.take_ticket(("adapter:x",), 3)) for _ in range(1000)]
+    reporter.step(0.0, waiting, 0)  # a reset: all of them, little by little
+    assert client.largest == 0 and not reporter.is_done, "the loop makes no rows"
+    while not reporter.is_done:
+        client.talk()
+    assert ROWS_AT_A_TIME / 2 < client.largest <= ROWS_AT_A_TIME
+    assert sorted(client.mirror.queue) == list(range(1000))
 
 
 def test_the_queue(tree: Tree) -> None:
     client, queue = Client(), WaitingQueue(Fcfs())
-    reporter = Reporter(tree.residency, client)
-    waiting = [Request(queue.take_ticket(("adapter:x",)), [1, 2, 3]) for _ in range(100)]
-    reporter.step(0.0, waiting, 0)  # a reset: all of them
-    now = 0.0
-    for _ in range(20):
-        now += SECONDS_BETWEEN_REPORTS
-        reporter.step(now, waiting, 1)
+    reporter = Reporter(tree.residency, client)  # type: ignore[arg-type]
+    waiting = [Request(queue.take_ticket(("adapter:x",), 3)) for _ in range(100)]
+    reporter.step(0.0, waiting, 0)
+    client.talk()
     assert sorted(client.mirror.queue) == list(range(100))
     assert client.mirror.queue[7].length == 3 and client.mirror.usage == {"adapter:x": 1.0}
     reporter.note_admitted(waiting[:10])
-    again = Request(waiting[0].lora_tree_ticket, [1])
-    reporter.note_queued(again)
-    swift = Request(queue.take_ticket(()), [1])
+    reporter.note_queued(waiting[0])  # retracted
+    swift = Request(queue.take_ticket(()))
     reporter.note_queued(swift)
     reporter.note_admitted([swift])  # came and went between two reports
-    reporter.step(now + 1, [again, *waiting[10:]], 1)
+    reporter.step(1.0, [waiting[0], *waiting[10:]], 1)
+    client.talk()
     assert sorted(client.mirror.queue) == [0, *range(10, 100)]
-    reporter.forget()
-    assert not tree.core.changes

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_lora_tree.scheduling.orders import Fcfs, Situation
-from sglang_lora_tree.scheduling.waiting_queue import WINDOW, Ticket, WaitingQueue, arrival_of
+from sglang_lora_tree.scheduling.orders import Fcfs, Situation, Waiting
+from sglang_lora_tree.scheduling.waiting_queue import SMALL_WINDOW, WINDOW, Ticket, WaitingQueue, arrival_of
 
 
 @dataclass(eq=False)
@@ -30,33 +31,101 @@ def numbers(requests: list[Request]) -> list[int]:
 
 def test_the_oldest_come_first() -> None:
     queue, requests = make_queue(1000)
-    window, rest = queue.split(requests)
-    assert numbers(window) == list(range(WINDOW))
-    assert numbers(queue.join(window, rest)) == list(range(1000))
+    window = queue.split(requests)
+    assert numbers(window) == list(range(WINDOW)) and numbers(requests) == list(range(WINDOW, 1000))
+    assert numbers(queue.join(window, requests)) == list(range(1000))
 
 
 def test_half_of_the_free_places_are_the_plans() -> None:
     queue, requests = make_queue(1000)
     queue.want([900, 5000, 700, 800, 3])
-    window, rest = queue.split(requests)
+    rest = requests
+    window = queue.split(rest)
     assert {900, 700, 800} < set(numbers(window)) and len(window) == WINDOW
-    assert numbers(window) == sorted(numbers(window))
     assert numbers(rest) == sorted(numbers(rest))
     # They stay until they are admitted, and the window fills up again with the oldest.
     left = [request for request in window if arrival_of(request) >= 10]
-    window, _ = queue.split(queue.join(left, rest))
+    window = queue.split(queue.join(left, rest))
     assert {900, 700, 800} < set(numbers(window)) and len(window) == WINDOW
 
 
 def test_a_retracted_request_finds_its_place_again() -> None:
     queue, requests = make_queue(500)
-    window, rest = queue.split(requests)
-    first = window.pop(0)
-    requests = queue.join(window, rest)
-    queue.note_queued(first)
-    requests.append(first)
-    window, _ = queue.split(requests)
+    window = queue.split(requests)
+    first, second = window.pop(0), window.pop(0)
+    queue.join(window, requests)
+    for request in (second, first):
+        queue.note_queued(request)
+        requests.append(request)
+    late = Request(queue.take_ticket(()))
+    queue.note_queued(late)
+    requests.append(late)
+    window = sorted(queue.split(requests), key=arrival_of)
     assert numbers(window) == list(range(WINDOW))
+    assert numbers(queue.join(window, requests)) == list(range(501))
+
+
+def test_one_that_was_retracted_and_aborted_is_not_missed() -> None:
+    queue, requests = make_queue(500)
+    window = queue.split(requests)
+    first = window.pop(0)
+    queue.join(window, requests)
+    queue.note_queued(first)  # and SGLang takes it from the queue again
+    assert numbers(queue.split(requests)) == list(range(1, WINDOW + 1))
+
+
+def test_the_window_follows_the_room() -> None:
+    queue, requests = make_queue(500)
+    queue.want([300, 400])
+    requests = queue.join(sorted(queue.split(requests), key=arrival_of), requests)
+    queue.note_pass(saw_all=False, found_no_room=True)
+    window = queue.split(requests)
+    assert numbers(window) == list(range(SMALL_WINDOW))
+    assert numbers(requests) == list(range(SMALL_WINDOW, 500)), "what was too much is where it belongs"
+    queue.join(window, requests)
+    for size in (2 * SMALL_WINDOW, 4 * SMALL_WINDOW):
+        queue.note_pass(saw_all=True, found_no_room=False)
+        window = queue.split(requests)
+        assert len(window) == size
+        queue.join(window, requests)
+    for _ in range(9):
+        queue.note_pass(saw_all=True, found_no_room=False)
+    assert queue.window_size == WINDOW
+
+
+class Counting(Fcfs):
+    """Counts how often it is asked; right for a second."""
+
+    asked = 0
+
+    def arrange(self, waiting: Sequence[Waiting], situation: Situation) -> list[int]:
+        self.asked += 1
+        return super().arrange(waiting, situation)
+
+    def right_until(self, waiting: Sequence[Waiting], situation: Situation) -> float:
+        return situation.now + 1.0
+
+
+def test_an_order_is_looked_for_when_something_has_changed() -> None:
+    queue, requests = make_queue(500)
+    queue.order = Counting()
+    situation = Situation(0.0, frozenset(), frozenset())
+    window = queue.split(requests)
+    assert not queue.is_arranged(window, 1)
+    queue.join(queue.arrange(window, situation, 1), requests)
+    window = queue.split(requests)
+    assert queue.is_arranged(window, 1), "nothing has changed"
+    assert not queue.is_arranged(window, 2), "other adapters are on the GPU"
+    queue.now = 1.0
+    assert not queue.is_arranged(window, 1), "somebody may be overdue"
+    queue.now = 0.5
+    assert not queue.is_arranged(window[1:], 1), "one was admitted"
+    queue.is_fallback = True
+    assert not queue.is_arranged(window, 1)
+    queue.is_fallback = False
+    queue.arrange(window, situation)
+    assert not queue.is_arranged(window, None), "an order that depends on more is looked for every time"
+    assert queue.order.asked == 2
 
 
 def test_members_count_once() -> None:
@@ -80,9 +149,11 @@ def test_nobody_is_lost_and_everybody_is_served(data: st.DataObject) -> None:
             requests = queue.arrange(requests, Situation(0.0, frozenset(), frozenset()))
             requests.reverse()
             queue.note_unsplit()
-        window, rest = queue.split(requests)
-        assert numbers(rest) == sorted(numbers(rest)), "the rest is sorted by arrival"
-        requests = queue.join(window, rest)
+        window = queue.split(requests)
+        assert numbers(requests) == sorted(numbers(requests)), "the rest is sorted by arrival"
+        window = queue.arrange(window, Situation(0.0, frozenset(), frozenset()))
+        requests = queue.join(window, requests)
+        queue.note_pass(data.draw(st.booleans()), data.draw(st.booleans()))
         assert sorted(numbers(requests)) == before
         for _ in range(min(8, len(requests))):
             admitted = requests.pop(0)
