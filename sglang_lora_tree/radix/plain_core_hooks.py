@@ -12,30 +12,38 @@ in docs/tree-benchmark.md. In short:
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.disaggregation.kv_events import StorageMedium
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_cache.cache_action import CacheAction, ComponentAction, FreeDeviceKV
+from sglang.srt.mem_cache.unified_cache.cache_action import (
+    CacheAction,
+    ComponentAction,
+    FreeDeviceKV,
+    UpdatePendingBackupOnNodeSplit,
+)
 from sglang.srt.mem_cache.unified_cache.components import (
     BASE_COMPONENT_TYPE,
+    ComponentData,
     ComponentType,
     EvictLayer,
     FullComponent,
     get_and_increase_time_counter,
 )
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode, _InsertPhase
-from sglang.srt.mem_cache.utils import get_eviction_strategy
+from sglang.srt.mem_cache.utils import get_eviction_strategy, split_node_hash_value
 
 from sglang_lora_tree.radix.eval import EvalParameters
 from sglang_lora_tree.radix.leaf_index import CandidateIndex, ClassIndex, LeafIndex
 from sglang_lora_tree.radix.policies import RetentionPolicy, RetentionState, Stock, Usage
 
-_SHORT = 8192  # tokens compared at a time: they and the result stay in the processor's cache
+_SHORT = 4096  # tokens up to which comparing arrays is quickest
+_compare_memory = ctypes.PyDLL(None).memcmp
+_compare_memory.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _NO_LINKS: list[UnifiedTreeNode | None] = []
 _ALL, _DEVICE, _HOST = EvictLayer.ALL, EvictLayer.DEVICE, EvictLayer.HOST  # looking a flag up by its class is slow
 _ROOT_PATH_STEP = 0.00001  # a node is a little older than the one below it, as in SGLang's own walk
@@ -54,33 +62,49 @@ def common_prefix(edge: RadixKey, key: RadixKey, offset: int, page_size: int) ->
     left, right = edge.token_ids, key.token_ids
     if edge.is_bigram or key.is_bigram or left.itemsize != 8 or right.itemsize != 8:
         return edge.match_at(key, offset, page_size)
-    # Most edges match whole, and for short ones one comparison of arrays is quickest.
-    length = len(left)
-    if edge.limit is key.limit is None and length <= _SHORT and left == right[offset : offset + length]:
-        return length // page_size * page_size
     length = min(len(edge), len(key) - offset)
-    ours = np.frombuffer(left, np.int64, length)
-    theirs = np.frombuffer(right, np.int64, length, offset * 8)
-    for start in range(0, length, _SHORT):
-        different = ours[start : start + _SHORT] != theirs[start : start + _SHORT]
-        first = int(different.argmax())
-        if different[first]:
-            length = start + first
-            break
-    return length // page_size * page_size
+    # Most edges match whole, and comparing arrays is quickest for the short ones.
+    if length <= _SHORT and length == len(left) and left == right[offset : offset + length]:
+        return length // page_size * page_size
+    ours, theirs = left.buffer_info()[0], right.buffer_info()[0] + 8 * offset
+    if length > _SHORT and not _compare_memory(ours, theirs, 8 * length):
+        return length // page_size * page_size
+    low, high = 0, length + 1  # the first difference, if any, is in low ... high - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _compare_memory(ours + 8 * low, theirs + 8 * low, 8 * (middle - low)):
+            high = middle
+        else:
+            low = middle
+    return low // page_size * page_size
 
 
-class _KeyFrom:
-    """A key from an offset on, as far as a split looks at it: the first page."""
+class PlainNode(UnifiedTreeNode):
+    """SGLang's node with room for one component's data, and without links of lists that a plain pool has not."""
 
-    def __init__(self, key: RadixKey, offset: int) -> None:
-        self._key, self._offset = key, offset
-
-    def __getitem__(self, part: slice) -> _KeyFrom:
-        return _KeyFrom(self._key, part.start)
-
-    def child_key(self, page_size: int) -> Any:
-        return child_key(self._key, self._offset, page_size)
+    def __init__(self, tree_components: tuple[ComponentType, ...], priority: int, usage: Usage) -> None:
+        self.children = {}
+        self.parent = None
+        self.key = None
+        self.component_types = tree_components
+        self.component_data = [ComponentData()]
+        # SGLang's clock gives numpy scalars, which compare several times slower than floats.
+        self.last_access_time = float(get_and_increase_time_counter())
+        self.creation_time = float(get_and_increase_time_counter())
+        self.hash_value = None
+        self.event_hash_value = None
+        self.hit_count = 0
+        self._tlru_cached_prefix_len = 0
+        self._tlru_history_len = 0
+        self.external_cache_stored = False
+        self.priority = priority
+        self.lru_prev = self.lru_next = _NO_LINKS
+        self.id = UnifiedTreeNode.counter
+        UnifiedTreeNode.counter += 1
+        self.write_through_pending_id = None
+        self.load_back_pending_id = None
+        self.rotation_base = None
+        self.usage = usage
 
 
 class PlainTreeCore(UnifiedTreeCore):
@@ -124,7 +148,8 @@ class PlainTreeCore(UnifiedTreeCore):
     def note_use(self, node: UnifiedTreeNode) -> None:
         """A request uses a node: once per request and node."""
         usage, state = node.usage, self.retention
-        usage.touch(state.seconds, state.window)
+        if state.parameters is not None:
+            usage.touch(state.seconds, state.window)
         usage.visits += 1.0
         usage.uses += 1
         self.policy.on_use(node)
@@ -177,13 +202,15 @@ class PlainTreeCore(UnifiedTreeCore):
 
         # The path counts as used, each node a little before the one below it.
         now = float(get_and_increase_time_counter())
-        seconds, window, requests = self.retention.seconds, self.retention.window, self.retention.requests
+        parameters, requests = self.retention.parameters, self.retention.requests
         may_fall = not self.policy.monotone
         above: UnifiedTreeNode | None = best
         while above is not None:
             above.last_access_time = now
-            above.usage.touch(seconds, window)
-            above.usage.last_look = requests
+            usage = above.usage
+            usage.last_look = requests
+            if parameters is not None:
+                usage.touch(parameters.now, parameters.visit_window)
             now -= _ROOT_PATH_STEP
             if may_fall:
                 self._note_change(above)
@@ -212,41 +239,78 @@ class PlainTreeCore(UnifiedTreeCore):
         ``state.key`` and ``state.value`` stay whole until the walk is over.
         """
         key, value, params, total = state.key, state.value, state.params, len(state.key)
+        page_size, priority = self.page_size, state.priority
         offset = state.total_prefix_length
+        duplicates = max(offset, params.prev_prefix_len)  # where a run of tokens that the tree has begins: one free for all
         while offset < total:
-            node = state.node.children.get(child_key(key, offset, self.page_size))
+            node = state.node.children.get(child_key(key, offset, page_size))
             if node is None:
                 break
             self._touch_node(node)
-            matched = common_prefix(node.key, key, offset, self.page_size)
-            if matched < len(node.key):
-                node, action = self._split_node(node.key, node, matched)
+            edge = node.key
+            matched = common_prefix(edge, key, offset, page_size)
+            if matched < (len(edge.token_ids) if edge.limit is None else len(edge)):
+                node, action = self._split_node(edge, node, matched)
                 if action is not None:
                     state.pending_actions.append(action)
-            node.priority = max(node.priority, state.priority)
+            if node.priority < priority:
+                node.priority = priority
             end = offset + matched
             if node.component_data[BASE_COMPONENT_TYPE].value is None:
+                self._free_duplicates(state, duplicates, offset)
                 self._unevict_node_on_insert(node, value[offset:end], session_id=params.session_id)
                 state.result.record_adopted_range(BASE_COMPONENT_TYPE, offset, end)
-            else:
-                duplicate = max(offset, params.prev_prefix_len)
-                if duplicate < end:
-                    state.pending_actions.append(FreeDeviceKV([value[duplicate:end]]))
+                duplicates = max(end, params.prev_prefix_len)
             offset = state.total_prefix_length = end
             state.node = node
             # Nodes this request already inserted were counted back then.
             if end > params.inserted_len and self._inc_hit_count_and_check(node):
+                self._free_duplicates(state, duplicates, end)
                 state.pending_actions.append(self._build_backup_kv_action(node))
                 return
+        self._free_duplicates(state, duplicates, offset)
         if offset:
             state.key, state.value = key[offset:], value[offset:]
         state.phase = _InsertPhase.COMMIT
 
+    @staticmethod
+    def _free_duplicates(state: Any, start: int, end: int) -> None:
+        if start < end:
+            state.pending_actions.append(FreeDeviceKV([state.value[start:end]]))
+
     def _split_node(self, key: RadixKey, child: UnifiedTreeNode, split_len: int) -> tuple[UnifiedTreeNode, Any]:
-        # SGLang cuts the whole rest of the key off to read its first page.
-        upper, action = super()._split_node(_KeyFrom(key, 0), child, split_len)
+        """Put a node with the first ``split_len`` tokens above ``child``; what either tier has of them is divided too."""
+        assert key is child.key, "an edge is split by its own key"
+        parent = child.parent
+        upper = self._new_node(priority=child.priority)
+        upper.children = {child_key(key, split_len, self.page_size): child}
+        upper.parent = parent
+        upper.key, child.key = key[:split_len], key[split_len:]
+        upper.hit_count = child.hit_count
+        upper.creation_time = child.creation_time
+        upper.load_back_pending_id = child.load_back_pending_id
         upper.usage = child.usage.copy()
-        self._note_change(child)  # a split makes the rest newer, and shorter
+        if self.tlru_bookkeeping:
+            upper._tlru_cached_prefix_len = parent._tlru_cached_prefix_len + split_len
+            upper._tlru_history_len = child._tlru_history_len
+        if child.hash_value is not None:
+            upper.hash_value, child.hash_value = split_node_hash_value(child.hash_value, split_len, self.page_size)
+        self.components[0].redistribute_on_node_split(new_parent=upper, child=child)
+        child.parent = upper
+        parent.children[child_key(key, 0, self.page_size)] = upper
+
+        action = None
+        ack_id = child.write_through_pending_id
+        if ack_id is not None:
+            upper.write_through_pending_id = ack_id
+            action = UpdatePendingBackupOnNodeSplit(
+                ack_id=ack_id, old_node_id=child.id, new_node_id=upper.id, new_child_node_id=child.id
+            )
+        child.last_access_time = float(get_and_increase_time_counter())
+        if child.component_data[BASE_COMPONENT_TYPE].host_value is not None:
+            self._update_duplicate_tracking(upper)
+        # Both tiers have of the upper part what they have of the child: it is no leaf of either, and the child stays what it was.
+        self._note_change(child)  # newer, and shorter
         return upper, action
 
     def _touch_node(self, node: UnifiedTreeNode) -> None:
@@ -260,13 +324,8 @@ class PlainTreeCore(UnifiedTreeCore):
             self.evictable_host_leaves.refresh(node)
 
     def _new_node(self, priority: int = 0) -> UnifiedTreeNode:
-        node = super()._new_node(priority)
-        # SGLang's clock gives numpy scalars, which compare several times slower than floats.
-        node.last_access_time, node.creation_time = float(node.last_access_time), float(node.creation_time)
-        node.usage = Usage(self.retention.seconds, self.retention.requests)
-        # Room for other components' data and lists, which a plain pool has not.
-        del node.component_data[1:]
-        node.lru_prev = node.lru_next = _NO_LINKS
+        node = PlainNode(self.component_types, priority, Usage(self.retention.seconds, self.retention.requests))
+        self._register_node(node)
         return node
 
     def _inc_hit_count_and_check(self, node: UnifiedTreeNode) -> bool:
@@ -296,7 +355,8 @@ class PlainTreeCore(UnifiedTreeCore):
     def _remove_leaf_from_parent(self, node: UnifiedTreeNode) -> None:
         removed = node.parent.children.pop(child_key(node.key, 0, self.page_size))
         assert removed is node, f"node {node.id} is not its parent's child"
-        self.full_host_duplicates.pop(node.id, None)
+        if self.full_host_duplicates:
+            self.full_host_duplicates.pop(node.id, None)
         self._unregister_node(node)
         self.policy.on_remove(node)
         self.evictable_device_leaves.discard(node)

@@ -325,7 +325,14 @@ class LoraTreeCore(PlainTreeCore):
 
     def _update_evictable_leaf_sets(self, node: UnifiedTreeNode) -> None:
         super()._update_evictable_leaf_sets(node)
-        self._note_changed(node)
+        if self.changes is not None:
+            self._note_changed(node)
+
+    def _split_node(self, key: RadixKey, child: UnifiedTreeNode, split_len: int) -> tuple[UnifiedTreeNode, Any]:
+        upper, action = super()._split_node(key, child, split_len)
+        self._note_changed(upper)
+        self._note_changed(child)
+        return upper, action
 
     def _note_changed(self, node: UnifiedTreeNode) -> None:
         if self.changes is not None and node is not self.virtual_root:
@@ -389,8 +396,9 @@ class LoraTreeCore(PlainTreeCore):
 
     def _remove_leaf_from_parent(self, node: UnifiedTreeNode) -> None:
         super()._remove_leaf_from_parent(node)
-        self._note_changed(node)
-        lora_node = self._by_node.pop(node.id, None)
+        if self.changes is not None:
+            self._note_changed(node)
+        lora_node = self._by_node.pop(node.id, None) if node.parent is self.virtual_root else None
         if lora_node is not None:
             del self.lora_nodes[lora_node.identity]
             self.listener.on_removed(lora_node)
