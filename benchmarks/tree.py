@@ -129,10 +129,14 @@ def evict_all_ways(systems: Sequence[System], workload: Workload, num_nodes: int
         run_evictions(systems, f"alloc_{count}", lambda s, p=params: s.cache.evict_for_alloc(p), calls, refill)
 
 
-def evict_host_all_ways(systems: Sequence[System], calls: int) -> None:
+def evict_host_all_ways(systems: Sequence[System], workload: Workload, num_nodes: int, calls: int) -> None:
     for count in (20, 2_000):
         run_evictions(
-            systems, f"evict_host_{count}", lambda s, n=count: s.cache.evict_host(n), calls, after=lambda: None
+            systems,
+            f"evict_host_{count}",
+            lambda s, n=count: s.cache.evict_host(n),
+            calls,
+            after=lambda: fill_host(systems, workload, num_nodes),
         )
 
 
@@ -220,9 +224,10 @@ def measure_requests(report: Report, trace: list[Request], size: int, window: in
 def measure_host(report: Report, trace: list[Request], size: int, policy: str, calls: int) -> None:
     names = (OURS, DEFAULT, PYTHON) if policy == "lru" else (OURS, DEFAULT)
     systems = [System(name, policy) for name in names]
-    fill_host(systems, Workload(trace, 0), size)
+    workload = Workload(trace, 0)
+    fill_host(systems, workload, size)
     with quiet_collector():
-        evict_host_all_ways(systems, calls)
+        evict_host_all_ways(systems, workload, size, calls)
     report.take(systems, f"{size}" if policy == "lru" else f"{size}/{policy}")
 
 

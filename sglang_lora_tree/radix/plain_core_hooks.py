@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.cache_action import (
     CacheAction,
     ComponentAction,
+    FreeComponentDeviceSlot,
     FreeDeviceKV,
     UpdatePendingBackupOnNodeSplit,
 )
@@ -412,8 +413,10 @@ class PlainTreeCore(UnifiedTreeCore):
     ) -> None:
         if self.kv_events.enabled:
             self.kv_events.record_remove(node, medium=StorageMedium.CPU)
-        _, freed = self.components[0].evict_component(node, device_frees, host_frees, cache_actions, _ALL)
-        tracker[BASE_COMPONENT_TYPE] += freed
+        data = node.component_data[BASE_COMPONENT_TYPE]  # on the host alone: there is nothing else to free or to count
+        slots, data.host_value = data.host_value, None
+        host_frees[BASE_COMPONENT_TYPE].append(slots)
+        tracker[BASE_COMPONENT_TYPE] += len(slots)
         self._remove_leaf_from_parent(node)
         parent = node.parent
         if parent.children:
@@ -487,10 +490,10 @@ class PlainComponent(FullComponent):
         if target is not _HOST and data.value is not None:
             self.tree_core.policy.on_evict(node)
             device_frees[self.component_type].append(data.value)
-            freed = data.value.shape[0]
+            freed = len(data.value)
             self.tree_core.component_evictable_size_[self.component_type] -= freed
         if target is not _DEVICE and data.host_value is not None:
-            host_freed = data.host_value.shape[0]
+            host_freed = len(data.host_value)
             host_frees[self.component_type].append(data.host_value)
             data.host_value = None
         return freed, host_freed
@@ -520,7 +523,6 @@ class PlainComponent(FullComponent):
                 return node.id
             evict = core._demote if node.backuped else core._delete_unbacked_device_leaf
             evict(node, tracker, device_frees, host_frees, cache_actions=cache_actions)
-        _join(device_frees)
         return None
 
     def _evict_device_end(self) -> None:
@@ -543,11 +545,14 @@ class PlainComponent(FullComponent):
                 break
             self.tree_core._evict_host_leaf(node, tracker, device_frees, host_frees, cache_actions=cache_actions)
         self.tree_core.evictable_host_leaves.end_round()
-        _join(host_frees)
 
+    # One tensor of slots instead of one per victim: a pool takes as long for one slot as for hundreds.
 
-def _join(frees: dict[ComponentType, list[torch.Tensor]]) -> None:
-    """One tensor instead of one per victim: the allocator copies its whole free list at each call."""
-    for component_type, values in frees.items():
-        if len(values) > 1:
-            frees[component_type] = [torch.cat(values)]
+    def free_host_values(self, host_values: list[torch.Tensor]) -> None:
+        if self._full_kv_pool_host is not None:
+            super().free_host_values([torch.cat(host_values)] if len(host_values) > 1 else host_values)
+
+    def apply_component_action(self, action: ComponentAction) -> None:
+        if isinstance(action, FreeComponentDeviceSlot) and len(action.indices) > 1:
+            action = FreeComponentDeviceSlot([torch.cat(action.indices)], component_type=action.component_type)
+        super().apply_component_action(action)
