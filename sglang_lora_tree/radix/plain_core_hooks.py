@@ -6,8 +6,8 @@ Replaces methods of ``sglang.srt.mem_cache.unified_cache.unified_tree_core.Unifi
 in docs/tree-benchmark.md. In short:
 
 * walks compare tokens in place, instead of cutting the rest of the key and of the slots off at every node;
-* victims come from an ordered index (``LeafIndex``) instead of a heap built over every leaf at each call, and one eviction
-  step takes all the victims it needs.
+* victims come from an ordered index (``LeafIndex``) instead of a heap built over every leaf at each call, and one call takes
+  all the victims that are needed (``drive_device_eviction``).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from sglang.srt.mem_cache.unified_cache.components import (
     get_and_increase_time_counter,
 )
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode, _InsertPhase
+from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import EvictDeviceLeafResult
 from sglang.srt.mem_cache.utils import get_eviction_strategy, split_node_hash_value
 
 from sglang_lora_tree.radix.eval import EvalParameters
@@ -363,6 +364,28 @@ class PlainTreeCore(UnifiedTreeCore):
         self.evictable_device_leaves.discard(node)
         self.evictable_host_leaves.discard(node)
 
+    def drive_device_eviction(self, num_tokens: int, victims: Iterator[UnifiedTreeNode] | None = None) -> EvictDeviceLeafResult:
+        """Evict leaves from the GPU, the lowest first, as ``drive_host_eviction`` does in host memory: all in one call.
+
+        Args:
+            victims: to take in this order, each a leaf when its turn comes, instead of the lowest.
+        """
+        result = EvictDeviceLeafResult()
+        tracker, leaves = result.tracker, self.evictable_device_leaves
+        self._begin_tracking_unbacked_tokens()
+        try:
+            while tracker[BASE_COMPONENT_TYPE] < num_tokens:
+                node = leaves.pop_lowest() if victims is None else next(victims, None)
+                if node is None:
+                    break
+                backed_up = node.component_data[BASE_COMPONENT_TYPE].host_value is not None
+                evict = self._demote if backed_up else self._delete_unbacked_device_leaf
+                evict(node, tracker, result.device_frees, result.host_frees, cache_actions=result.cache_actions)
+        finally:
+            result.unbacked_tokens = self._finish_tracking_unbacked_tokens()
+            leaves.end_round()
+        return result
+
     def _delete_unbacked_device_leaf(
         self,
         node: UnifiedTreeNode,
@@ -416,7 +439,7 @@ class PlainTreeCore(UnifiedTreeCore):
         data = node.component_data[BASE_COMPONENT_TYPE]  # on the host alone: there is nothing else to free or to count
         slots, data.host_value = data.host_value, None
         host_frees[BASE_COMPONENT_TYPE].append(slots)
-        tracker[BASE_COMPONENT_TYPE] += len(slots)
+        tracker[BASE_COMPONENT_TYPE] += slots.numel()
         self._remove_leaf_from_parent(node)
         parent = node.parent
         if parent.children:
@@ -471,10 +494,6 @@ class PlainComponent(FullComponent):
     """SGLang's component for plain KV, with victims from the ordered index."""
 
     tree_core: PlainTreeCore
-    evicts_at_once = False
-    """Whether a step takes all victims of the request: not if the caller may stop before that (``evict_for_alloc``)."""
-    victims: Iterator[UnifiedTreeNode] | None = None
-    """Device leaves to take, in this order, instead of the lowest."""
 
     def evict_component(
         self,
@@ -490,10 +509,10 @@ class PlainComponent(FullComponent):
         if target is not _HOST and data.value is not None:
             self.tree_core.policy.on_evict(node)
             device_frees[self.component_type].append(data.value)
-            freed = len(data.value)
+            freed = data.value.numel()
             self.tree_core.component_evictable_size_[self.component_type] -= freed
         if target is not _DEVICE and data.host_value is not None:
-            host_freed = len(data.host_value)
+            host_freed = data.host_value.numel()
             host_frees[self.component_type].append(data.host_value)
             data.host_value = None
         return freed, host_freed
@@ -511,19 +530,13 @@ class PlainComponent(FullComponent):
         host_frees: dict[ComponentType, list[torch.Tensor]],
         cache_actions: list[Any],
     ) -> int | None:
-        """Name the next victim, or evict all that was asked for here (nothing must be copied out first)."""
-        core = self.tree_core
-        leaves = core.evictable_device_leaves
-        while tracker[self.component_type] < self._evict_device_request_cnt:
-            node = leaves.pop_lowest() if self.victims is None else next(self.victims, None)
-            if node is None:
-                break
-            if not self.evicts_at_once or core.is_write_back:
-                self._offered.append(node)
-                return node.id
-            evict = core._demote if node.backuped else core._delete_unbacked_device_leaf
-            evict(node, tracker, device_frees, host_frees, cache_actions=cache_actions)
-        return None
+        if tracker[self.component_type] >= self._evict_device_request_cnt:
+            return None
+        node = self.tree_core.evictable_device_leaves.pop_lowest()
+        if node is None:
+            return None
+        self._offered.append(node)
+        return node.id
 
     def _evict_device_end(self) -> None:
         for node in self._offered:  # the cache may have declined some
