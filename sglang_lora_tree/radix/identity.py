@@ -28,6 +28,9 @@ def mix_identity(members: Iterable[tuple[str, float]]) -> str:
     Returns:
         ``BASE_IDENTITY`` if nothing is left, the adapter's identity for one adapter at weight 1, else a digest over the
         pairs sorted by digest, with the float32 bits of each weight: no rounding, so different mixes never meet.
+
+    Raises:
+        ValueError: the weights of one adapter add up to more than a float32 holds.
     """
     pairs = canonical_members(members)
     if not pairs:
@@ -50,8 +53,17 @@ def canonical_members(members: Iterable[tuple[str, float]]) -> list[tuple[str, f
 
 
 def to_float32(weight: float) -> float:
-    """The float32 value nearest to ``weight``, which is the one the kernel multiplies with."""
-    return float(struct.unpack("<f", struct.pack("<f", weight))[0])
+    """The float32 value nearest to ``weight``, which is the one the kernel multiplies with.
+
+    Raises:
+        ValueError: there is none. Two names of one adapter may come to this although each name's weight is a float32.
+    """
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", weight))[0])
+    except OverflowError:
+        raise ValueError(
+            f"the weights of one adapter (under all its names) add up to {weight:g}, beyond float32: give smaller weights"
+        ) from None
 
 
 def namespace_key(identity: str, extra_key: str | None) -> str | None:

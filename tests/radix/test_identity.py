@@ -23,7 +23,8 @@ from .tree import Tree, write_adapter
 
 DIGESTS = [f"{number:064x}" for number in range(4)]
 float32 = st.floats(allow_nan=False, allow_infinity=False, width=32)
-members = st.lists(st.tuples(st.sampled_from(DIGESTS), float32), max_size=5)
+addable = st.floats(-(2.0**124), 2.0**124, width=32)  # five of them are a float32
+members = st.lists(st.tuples(st.sampled_from(DIGESTS), addable), max_size=5)
 identities = st.one_of(
     st.just(BASE_IDENTITY), st.sampled_from(DIGESTS).map(adapter_identity), members.map(mix_identity)
 )
@@ -73,6 +74,14 @@ def test_what_a_mix_reduces_to() -> None:
     assert to_float32(1 + 1e-12) == 1.0 and mix_identity([(one, 1 + 1e-12)]) == adapter_identity(one)
     # Added in float64 before they are rounded: one after the other in float32 would give 0.
     assert canonical_members([(one, 1e8), (one, 1.0), (one, -1e8)]) == [(one, 1.0)]
+
+
+def test_weights_that_add_up_to_more_than_a_float32_are_an_error() -> None:
+    """Two names of one adapter: the scheduler hears of the sum alone, and answers with a 400 to a ValueError."""
+    largest = struct.unpack("<f", bytes.fromhex("ffff7f7f"))[0]
+    assert canonical_members([(DIGESTS[0], largest)]) == [(DIGESTS[0], largest)]
+    with pytest.raises(ValueError, match=r"add up to 6.8\d*e\+38"):
+        canonical_members([(DIGESTS[0], largest), (DIGESTS[0], largest)])
 
 
 @given(identities, adversarial, identities, adversarial)
