@@ -1,11 +1,12 @@
 """Retention policies side by side: hit rates, bytes moved and time to first token, in the simulator (``benchmarks.simulator``).
 
 What is compared, how scarce memory is, the rates and every cost are in ``workloads.json``, fixed before the first run.
-Four parts:
+Five parts:
 
 * rates: the main policies over ten rates, both pool sizes, three workloads;
 * adapters: the main policies over numbers of adapters and ways to spread them;
 * all: every policy, and Belady's rule as a bound, at one rate;
+* no_plans: Eval without the advisor, at one rate;
 * sensitivity: what Eval's parameters do, at one rate.
 
 Run: ``python -m benchmarks.policies`` (about 20 minutes on one core; ``--part NAME`` for one). Each part leaves its runs in
@@ -55,7 +56,8 @@ class Case:
     rate_share: float
     policy: str
     parameters: tuple[tuple[str, Any], ...] = ()
-    plan_period: float = CONSTANTS["plan_period_s"]
+    plan_period: float | None = CONSTANTS["plan_period_s"]
+    """None: no plan ever comes."""
 
     def is_of(self, run: dict[str, Any]) -> bool:
         """Whether ``run`` is this case's outcome."""
@@ -146,8 +148,16 @@ def sensitivity() -> Iterator[Case]:
                     yield Case(*base, parameters=((name, value),))
 
 
+def no_plans() -> Iterator[Case]:
+    """What Eval does without the advisor, to be compared with its run in the part ``all``."""
+    for workload in WORKLOADS:
+        base = (workload, _DESIGN["adapters"], _DESIGN["spread"], CONSTANTS["pool_shares"][0], _DESIGN["rate"], "eval")
+        yield Case(*base, plan_period=None)
+
+
 PARTS: dict[str, Callable[[], Iterator[Case]]] = {
     "all": all_policies,
+    "no_plans": no_plans,
     "rates": rates,
     "sensitivity": sensitivity,
     "adapters": adapters,

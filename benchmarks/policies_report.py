@@ -19,7 +19,7 @@ _COLORS = {"lru": "tab:gray", "lru+": "tab:brown", "rrip": "tab:purple", "eval":
 def write_report(parts: dict[str, list[Run]], docs: Path) -> None:
     """Write results/policies_sim.json and docs/policies.png."""
     records = [*_headline(parts), *_of_rates(parts.get("rates", [])), *_of_all(parts.get("all", []))]
-    records += [*_of_adapters(parts.get("adapters", [])), *_of_sensitivity(parts)]
+    records += [*_of_no_plans(parts), *_of_adapters(parts.get("adapters", [])), *_of_sensitivity(parts)]
     path = results.write("policies", "sim", records)
     print(results.table(records))
     print(f"{path}, {_plot(parts, docs)}")
@@ -89,6 +89,18 @@ def _of_all(runs: list[Run]) -> Iterable[dict[str, Any]]:
                     f"P99 {1e3 * run['ttft_p99_s']:.0f} ms; {run['adapters']} adapters {run['spread']}, pool "
                     f"{run['pool_share']:.0%} of the working set, {run['rate']:.1f} requests/s"
                 ),
+            )
+
+
+def _of_no_plans(parts: dict[str, list[Run]]) -> Iterable[dict[str, Any]]:
+    with_plans = {run["workload"]: run for run in parts.get("all", []) if run["policy"] == "eval"}
+    for run in parts.get("no_plans", []):
+        on = with_plans.get(run["workload"])
+        if on is not None:
+            note = f"Eval's mean TTFT without plans over with them; adapters found {run['adapter_hit_rate']:.3f}, with plans "
+            note += f"{on['adapter_hit_rate']:.3f}; KV {run['kv_hit_rate']:.3f}, with plans {on['kv_hit_rate']:.3f}"
+            yield results.record(
+                f"ttft_no_plans_over_plans/{run['workload']}", run["ttft_mean_s"] / on["ttft_mean_s"], "ratio", note=note
             )
 
 

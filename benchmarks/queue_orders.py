@@ -1,8 +1,9 @@
 """Orders of the waiting queue on a simulated server: time to the first token over theta, rate, burstiness and cluster size.
 
-What is real: the orders, the window over a long queue, admission control and fairness, as the server runs them. What is not:
-the model and the memory. Adapters are all of one size and leave least recently used first; copies and steps take what
-``workloads.json`` says was measured on an H200. History KV plays no part here (benchmarks/policies.py has it).
+What is real: the orders, the window over a long queue, admission control, fairness and the advisor's planner, as the server
+runs them. What is not: the model and the memory. Adapters are all of one size and leave least recently used first; copies
+and steps take what ``workloads.json`` says was measured on an H200. History KV plays no part here (benchmarks/policies.py has
+it).
 
 Run: ``python -m benchmarks.queue_orders`` (about three minutes of one core). Writes results/queue_sim.json and docs/lag.png.
 """
@@ -12,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import OrderedDict, deque
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,12 @@ import numpy as np
 
 from benchmarks import results
 from sglang_lora_tree.config import Settings
+from sglang_lora_tree.scheduling.advisor import VISIT_WINDOW
+from sglang_lora_tree.scheduling.mirror import Mirror
 from sglang_lora_tree.scheduling.orders import Situation
+from sglang_lora_tree.scheduling.planner import Planner
+from sglang_lora_tree.scheduling.protocol import Load
+from sglang_lora_tree.scheduling.swapper import PREFETCH_SHARE
 from sglang_lora_tree.scheduling.waiting_queue import Ticket, arrival_of, make_queue
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +54,7 @@ class Request:
     prompt: int
     left: int
     """Output tokens to come."""
+    seen: bool = False
     lora_tree_ticket: Ticket = field(init=False)
 
 
@@ -58,6 +65,8 @@ class Outcome:
     ttft: list[float] = field(default_factory=list)
     refused: int = 0
     loads: int = 0
+    found: list[bool] = field(default_factory=list)
+    """Whether a request's adapters were there when a pass first looked at it."""
     batch: list[int] = field(default_factory=list)
     """Different adapters in the running batch, each step."""
     seconds: float = 0.0
@@ -116,9 +125,56 @@ class Tier:
         self.arriving = {name: done for name, done in self.arriving.items() if done > now}
 
 
-def simulate(trace: Iterable[Request], settings: Settings, per_batch: int = 256) -> Outcome:
-    """Serve a trace; the loop is SGLang's: prompts first while there is room, then a step of everybody."""
+class Advice:
+    """The advisor's planner over this server's queue, and what the swapper does with its plans.
+
+    Args:
+        parts: of a plan that are carried out: "candidates", "prefetch".
+    """
+
+    def __init__(self, settings: Settings, tier: Tier, parts: Container[str]) -> None:
+        self._planner = Planner(settings, 1)
+        self._mirror = Mirror(VISIT_WINDOW)
+        self._mirror.is_resident = tier.gpu.__contains__  # type: ignore[method-assign]
+        self._mirror.resident = lambda: set(tier.gpu)  # type: ignore[method-assign]
+        self._tier = tier
+        self._parts = parts
+        self._period = settings.plan_milliseconds / 1e3
+        self._next_plan = 0.0
+        self._prefetch: deque[str] = deque()
+        self._ahead: dict[str, float] = {}
+        """Adapters that came in ahead, and until when they are kept for their first use."""
+        self._grace = settings.grace_seconds
+
+    def step(self, queue: Any, waiting: Sequence[Request], running: Sequence[Request], now: float) -> None:
+        """Once per step of the loop: a plan if it is time, then at most one read and one copy."""
+        if now >= self._next_plan:
+            self._next_plan = now + self._period
+            self._mirror.queue = {row.arrival: row for row in (request.lora_tree_ticket.waiting for request in waiting)}
+            self._mirror.now = now
+            self._mirror.load = Load(len(waiting), len(running), NUM_ON_GPU, 0, ADAPTER_BYTES, 0.0, 0.0, 0.0, 0.0)
+            plan = self._planner.plan(self._mirror)
+            if "candidates" in self._parts:
+                queue.want(plan.candidates)
+            if "prefetch" in self._parts:
+                self._prefetch = deque(plan.prefetch)
+        in_use = {member for request in running for member in request.members}
+        self._ahead = {name: until for name, until in self._ahead.items() if now < until and name not in in_use}
+        if self._prefetch and self._tier.link_free <= now and len(self._ahead) < PREFETCH_SHARE * NUM_ON_GPU:
+            name = self._prefetch.popleft()
+            if name not in self._tier.gpu:
+                self._tier.bring(name, now, in_use.union(self._ahead))
+                self._ahead[name] = now + self._grace
+
+
+def simulate(trace: Iterable[Request], settings: Settings, per_batch: int = 256, parts: Container[str] = ()) -> Outcome:
+    """Serve a trace; the loop is SGLang's: prompts first while there is room, then a step of everybody.
+
+    Args:
+        parts: of plans that are carried out (:class:`Advice`); none: no advisor.
+    """
     queue, tier, outcome = make_queue(settings), Tier(), Outcome()
+    advice = Advice(settings, tier, parts) if parts else None
     coming = [dataclasses.replace(request) for request in trace]
     coming.reverse()
     waiting: list[Request] = []
@@ -138,9 +194,11 @@ def simulate(trace: Iterable[Request], settings: Settings, per_batch: int = 256)
         if queue.control is not None:
             waiting = _refuse(queue, waiting, outcome, now)
         tier.advance(now)
+        if advice is not None:
+            advice.step(queue, waiting, running, now)
         admitted: list[Request] = []
         if waiting and len(running) < COSTS["max_running"]:
-            waiting, admitted = _admit(queue, tier, waiting, running, now, settings, per_batch)
+            waiting, admitted = _admit(queue, tier, waiting, running, now, settings, per_batch, outcome)
         if admitted:
             tokens = sum(request.prompt for request in admitted)
             if queue.control is not None:
@@ -183,6 +241,7 @@ def _admit(
     now: float,
     settings: Settings,
     per_batch: int,
+    outcome: Outcome,
 ) -> tuple[list[Request], list[Request]]:
     """One pass over the queue."""
     window, rest = queue.split(waiting), waiting
@@ -200,6 +259,9 @@ def _admit(
         if in_use and len(in_use.union(request.members)) > limit:
             continue
         held.update(request.members)
+        if not request.seen:
+            request.seen = True
+            outcome.found.append(all(name in tier.gpu and name not in tier.arriving for name in request.members))
         for name in request.members:
             if name not in tier.gpu:
                 tier.bring(name, now, held)
@@ -223,11 +285,17 @@ def _admit(
 THETAS = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, OFF)
 
 
-def run_all(traces: list[list[Request]], **settings: Any) -> dict[str, float]:
+ADVICE: dict[str, tuple[str, ...]] = {
+    "off": (), "order": ("candidates",), "prefetch": ("prefetch",), "all": ("candidates", "prefetch"),
+}  # fmt: skip
+FOUND = "share of requests whose adapters were on the GPU when a pass first looked at them"
+
+
+def run_all(traces: list[list[Request]], parts: Container[str] = (), **settings: Any) -> dict[str, float]:
     """Means over traces."""
     chosen, rows = Settings(**settings), []
     for trace in traces:
-        outcome = simulate(trace, chosen)
+        outcome = simulate(trace, chosen, parts=parts)
         slo = sum(value <= 1.0 for value in outcome.ttft) / len(trace)
         rows.append(
             {
@@ -236,6 +304,7 @@ def run_all(traces: list[list[Request]], **settings: Any) -> dict[str, float]:
                 "max": max(outcome.ttft),
                 "mean": float(np.mean(outcome.ttft)),
                 "loads": outcome.loads / len(trace),
+                "found": float(np.mean(outcome.found)),
                 "slo": slo,
                 "refused": outcome.refused / len(trace),
                 "adapters": float(np.mean(outcome.batch)),
@@ -288,6 +357,15 @@ def main() -> None:
     for limit in (1, 2, 4, 8, 16, 32):
         row = run_all(traces(0.8, 2.0), queue_order="clusters", cluster_adapters=limit, theta_seconds=0.5)
         keep(f"clusters/{limit}/load0.8", row, "adapters in one batch at most")
+    burst = [[dataclasses.replace(request, arrived_at=0.0) for request in trace[:2000]] for trace in traces(1.0)]
+    for name, loads, theta in (("load0.95", traces(0.95, 2.0), 1.0), ("burst", burst, 1.0), ("burst", burst, OFF)):
+        label = "off" if theta == OFF else f"{theta:g}"
+        for advice, parts in ADVICE.items():
+            row = run_all(loads, parts, theta_seconds=theta)
+            key = f"advisor/{advice}/theta{label}/{name}"
+            keep(key, row, "what of plans is carried out; burst: 2,000 requests at once")
+            records.append(results.record(f"{key}/copies", row["loads"], "", note="adapters copied to the GPU, per request"))
+            records.append(results.record(f"{key}/found", row["found"], "", note=FOUND))
     print(results.write("queue", "sim", records))
     plot(tables)
 

@@ -2,7 +2,9 @@
 
 SGLang's tree core keeps its evictable leaves in plain sets and sorts them all whenever memory is short (143 ms per call at
 100,000 leaves). :class:`LeafIndex` takes a set's place and adds an order. The order is corrected lazily: an entry whose
-leaf has become more valuable since it was filed (a hit, a later access) is filed again when it comes up.
+leaf has become more valuable since it was filed (a hit, a later access) is filed again when it comes up. Nothing is ever done
+to all leaves at once: a heap that is full of entries that count no longer, or whose order is another's, is retired and
+emptied into a new one, lowest first, a few entries at a time.
 """
 
 from __future__ import annotations
@@ -25,13 +27,17 @@ class LeafIndex(Set[Any]):
         priority: value of a leaf now. Between two calls of :meth:`refresh` for a leaf it may only grow.
     """
 
-    _SLACK = 64  # stale entries tolerated before the heap is rebuilt, besides one per live leaf
+    _SLACK = 64  # stale entries tolerated before the heap is retired, besides one per live leaf
+    _STEP = 4  # entries of a retired heap that a victim or a filing takes over
 
     def __init__(self, priority: Callable[[Any], Any]) -> None:
         self._priority = priority
         self._members: dict[int, Any] = {}
         self._tickets: dict[int, int] = {}  # node id -> the one entry of the heap that counts
         self._heap: list[tuple[Any, int, Any]] = []
+        self._retired: list[list[tuple[Any, int, Any]]] = []
+        self._is_comparable = True
+        """Whether the keys of retired heaps are of the order that rules."""
         self._next_ticket = 0
 
     def add(self, leaf: Leaf) -> None:
@@ -49,10 +55,37 @@ class LeafIndex(Set[Any]):
             self._file(leaf)
 
     def file_all(self) -> None:
-        """File every leaf anew: priorities have changed by more than growth."""
-        self._tickets.clear()
-        self._heap = [(self._priority(leaf), self._ticket(leaf), leaf) for leaf in self._members.values()]
-        heapq.heapify(self._heap)
+        """Priorities have changed by more than growth: file every leaf anew, little by little.
+
+        Until that is done, victims are the lowest of those filed anew, who were the lowest before.
+        """
+        self._is_comparable = not self._heap and not self._retired
+        self._retire()
+
+    def _retire(self) -> None:
+        if self._heap:
+            self._retired.append(self._heap)
+            self._heap = []
+
+    def _take_over(self, count: int) -> None:
+        """File leaves of retired heaps anew, lowest first; in the order in which they were filed first, if equal."""
+        while self._retired and count > 0:
+            if not self._retired[0]:
+                del self._retired[0]
+                continue
+            _, ticket, leaf = heapq.heappop(self._retired[0])
+            if self._tickets.get(leaf.id) == ticket:
+                heapq.heappush(self._heap, (self._priority(leaf), ticket, leaf))
+                count -= 1
+        self._is_comparable = self._is_comparable or not self._retired
+
+    def _catch_up(self) -> None:
+        """Before a victim is chosen: whoever may be lower than the heap's lowest is in it."""
+        if self._is_comparable:
+            while self._retired and (not self._retired[0] or not self._heap or self._retired[0][0][:2] < self._heap[0][:2]):
+                self._take_over(1)
+        else:
+            self._take_over(self._STEP if self._heap else self._SLACK)
 
     def pop_lowest(self) -> Any | None:
         """The leaf of lowest priority, or None. It stays a member but is not offered again until it is filed anew."""
@@ -64,18 +97,20 @@ class LeafIndex(Set[Any]):
 
     def peek(self) -> Any | None:
         """The leaf that :meth:`pop_lowest` would give."""
-        heap = self._heap
-        while heap:
-            priority, ticket, leaf = heap[0]
+        while True:
+            if self._retired:
+                self._catch_up()
+            if not self._heap:
+                return None
+            priority, ticket, leaf = self._heap[0]
             if self._tickets.get(leaf.id) != ticket:
-                heapq.heappop(heap)
+                heapq.heappop(self._heap)
                 continue
             current = self._priority(leaf)
             if priority < current:
-                heapq.heapreplace(heap, (current, self._ticket(leaf), leaf))
+                heapq.heapreplace(self._heap, (current, self._ticket(leaf), leaf))
                 continue
             return leaf
-        return None
 
     def end_round(self) -> None:
         """One eviction is over: its victims are gone, and leaves that were offered and declined have been filed anew."""
@@ -95,9 +130,10 @@ class LeafIndex(Set[Any]):
 
     def _file(self, leaf: Leaf) -> None:
         heapq.heappush(self._heap, (self._priority(leaf), self._ticket(leaf), leaf))
-        if len(self._heap) > 2 * len(self._members) + self._SLACK:
-            self._heap = [entry for entry in self._heap if self._tickets.get(entry[2].id) == entry[1]]
-            heapq.heapify(self._heap)
+        if self._retired:
+            self._take_over(self._STEP)
+        elif len(self._heap) > 2 * len(self._members) + self._SLACK:
+            self._retire()
 
     def _ticket(self, leaf: Leaf) -> int:
         # Tickets grow, so equal priorities leave in the order of filing, which is the same on every rank.
@@ -148,7 +184,7 @@ class CandidateIndex(LeafIndex):
         return self._tickets.get(leaf.id) == ticket
 
     def file_all(self) -> None:
-        self._front = []
+        self.end_round()
         super().file_all()
 
 

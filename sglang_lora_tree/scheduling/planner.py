@@ -15,10 +15,10 @@ from sglang_lora_tree.radix.eval import EvalParameters, eval_scores, low_lora
 from sglang_lora_tree.scheduling.mirror import Mirror
 from sglang_lora_tree.scheduling.orders import Situation, make_order
 from sglang_lora_tree.scheduling.protocol import Plan
-from sglang_lora_tree.scheduling.waiting_queue import WINDOW
+from sglang_lora_tree.scheduling.waiting_queue import SMALL_WINDOW, WINDOW
 
 NUM_CANDIDATES = WINDOW // 2
-"""The other half of the window goes by age."""
+"""The other half of the window goes by age; likewise while it is small."""
 NUM_PREFETCH = 32
 NUM_SWAP_IN = 16
 _MIN_BYTES = 1 << 24  # copied or read before a rate is believed
@@ -76,8 +76,8 @@ class Planner:
         situation = Situation(mirror.now, frozenset(), mirror.resident())
         order = self._order.arrange(waiting, situation)
         candidates: tuple[int, ...] = ()
-        if len(waiting) > WINDOW:
-            looked_at = WINDOW - NUM_CANDIDATES
+        if len(waiting) > SMALL_WINDOW:
+            looked_at = SMALL_WINDOW // 2
             beyond = (waiting[position].arrival for position in order if position >= looked_at)
             candidates = tuple(arrival for _, arrival in zip(range(NUM_CANDIDATES), beyond, strict=False))
         needed: dict[str, None] = {}

@@ -22,7 +22,7 @@ from sglang_lora_tree.scheduling.orders import QueueOrder, Situation, Waiting, m
 
 WINDOW = 64
 """Requests of a long queue that one pass looks at, at most; of 128 tokens each, they fill a prefill chunk of 8,192."""
-SMALL_WINDOW = 8
+SMALL_WINDOW = 16
 """While there is no room for more, which is when queues are long."""
 
 

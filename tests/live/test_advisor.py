@@ -118,7 +118,7 @@ def test_plans_take_effect_and_say_how(live: Live) -> None:
 NUM_ADAPTERS, NUM_TURNS, NUM_NEW = 100, 5, 8
 NUM_CONVERSATIONS = int(os.environ.get("LORA_TREE_CONVERSATIONS", "400"))
 """Fewer on a machine that others use too."""
-NUM_KILLS, NUM_CLIENTS = 20, 48
+NUM_KILLS, NUM_ROUNDS, NUM_CLIENTS = 20, 4, 48
 
 
 class Measured:
@@ -162,14 +162,20 @@ def stream(server: Server, prompt: list[int], mix: Mix | None, measured: Measure
 
 
 @contextmanager
-def killer(server: Server, count: int, seconds: float) -> Iterator[Callable[[], int]]:
-    """Kill the advisor at random moments while the block runs; gives the number of kills so far."""
+def killer(server: Server, count: int, kind: int = signal.SIGKILL) -> Iterator[Callable[[], int]]:
+    """Kill the advisor at random moments while the block runs, each time one whose plans rule; gives the kills so far.
+
+    With signal 0 nobody is killed, and everything else is the same.
+    """
     stopping, kills, draw = threading.Event(), [], random.Random(7)
 
     def work() -> None:
-        while len(kills) < count and not stopping.wait(draw.uniform(0.5, 1.5) * seconds / count):
-            kill(server)
-            kills.append(time.monotonic())
+        while len(kills) < count and not stopping.wait(draw.uniform(0.5, 1.5)):
+            state = plans(server)
+            if state["is_fallback"] or (kills and state["pid"] == kills[-1]) or not psutil.pid_exists(state["pid"]):
+                continue
+            os.kill(state["pid"], kind)
+            kills.append(state["pid"] if kind else None)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -183,7 +189,8 @@ def killer(server: Server, count: int, seconds: float) -> Iterator[Callable[[], 
 @pytest.mark.skipif(not os.environ.get("LORA_TREE_LONG"), reason="takes a quarter of an hour; set LORA_TREE_LONG=1")
 @pytest.mark.timeout(3600)
 def test_long_run_with_twenty_kills(tmp_path: Path) -> None:
-    """100 adapters over a pool that holds a quarter of them, 2,000 requests of multi-turn traffic, 20 kills."""
+    """100 adapters over a pool that holds a quarter of them, 2,000 requests of multi-turn traffic in rounds with and without
+    kills by turns, 20 kills in all."""
     torch.set_num_threads(1)
     llama = make_llama(tmp_path / "llama")
     adapters = make_many(llama, tmp_path / "adapters", NUM_ADAPTERS)
@@ -197,26 +204,29 @@ def test_long_run_with_twenty_kills(tmp_path: Path) -> None:
     try:
         server.wait()
         until_plans_come(server)
-        quiet = converse(server, list(adapters), seed=1)
-        seconds = sum(quiet.first) / NUM_CLIENTS
-        with killer(server, NUM_KILLS, seconds) as kills:
-            loud = converse(server, list(adapters), seed=2)
-            while kills() < NUM_KILLS:
-                time.sleep(0.5)
+        quiet, loud, kills = Measured(), Measured(), 0
+        for round_number in range(2 * NUM_ROUNDS):
+            measured, kind = (loud, signal.SIGKILL) if round_number % 2 else (quiet, 0)
+            with killer(server, NUM_KILLS // NUM_ROUNDS, kind) as done:
+                converse(server, list(adapters), round_number, measured)
+                while kind and done() < NUM_KILLS // NUM_ROUNDS:
+                    time.sleep(0.2)
+            kills += done() if kind else 0
         state = until_plans_come(server)
         server.check_at_rest()
     finally:
         server.stop()
-    print(json.dumps({"without kills": quiet.summary(), "with kills": loud.summary(), "kills": kills(), "plans": state}))
+    print(json.dumps({"without kills": quiet.summary(), "with kills": loud.summary(), "kills": kills, "plans": state}))
+    assert state["deaths"] == kills == NUM_KILLS
     judge = Judge(llama, adapters)
     for measured in (quiet, loud):
-        assert len(measured.answers) == NUM_CONVERSATIONS * NUM_TURNS // 2
+        assert len(measured.answers) == NUM_ROUNDS * (NUM_CONVERSATIONS // (2 * NUM_ROUNDS)) * NUM_TURNS
         judge.check_all(measured.cases, measured.answers, NUM_NEW)
 
 
-def converse(server: Server, names: Sequence[str], seed: int) -> Measured:
-    """Half of the conversations, ``NUM_CLIENTS`` at a time; adapters by Zipf's law, one in ten a mix, one the base model."""
-    draw, measured = random.Random(seed), Measured()
+def converse(server: Server, names: Sequence[str], seed: int, measured: Measured) -> None:
+    """One round of conversations, ``NUM_CLIENTS`` at a time; adapters by Zipf's law, one in ten a mix, one the base model."""
+    draw = random.Random(seed)
     weights = [1 / (rank + 1) for rank in range(len(names))]
 
     def choose(index: int) -> Mix | None:
@@ -227,7 +237,7 @@ def converse(server: Server, names: Sequence[str], seed: int) -> Measured:
 
     plans_of_talk = [
         (choose(index), random_prompts(NUM_TURNS, draw.randint(4, 16), 320, seed=1000 * seed + index))
-        for index in range(NUM_CONVERSATIONS // 2)
+        for index in range(NUM_CONVERSATIONS // (2 * NUM_ROUNDS))
     ]
 
     def talk(case: tuple[Mix | None, list[list[int]]]) -> None:
@@ -240,7 +250,6 @@ def converse(server: Server, names: Sequence[str], seed: int) -> Measured:
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         for future in [pool.submit(talk, case) for case in plans_of_talk]:
             future.result()
-    return measured
 
 
 def make_many(llama: Path, folder: Path, count: int) -> dict[str, Path]:

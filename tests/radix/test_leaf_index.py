@@ -78,7 +78,8 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def it_stays_small(self) -> None:
-        assert len(self.index._heap) <= 2 * len(self.nodes) + LeafIndex._SLACK + 1
+        size = len(self.index._heap) + sum(map(len, self.index._retired))
+        assert size <= 2 * (2 * len(self.nodes) + LeafIndex._SLACK + 1)
 
 
 Machine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
@@ -122,3 +123,33 @@ def test_the_cost_of_a_victim_does_not_grow_with_the_number_of_leaves() -> None:
     for _ in range(100):
         index.discard(index.pop_lowest())
     assert calls <= 200
+
+
+def test_another_order_takes_over_little_by_little() -> None:
+    """Counted in evaluations of the priority: no single call looks at all leaves, and in the end the new order rules."""
+    sign, calls = 1, 0
+
+    def priority(node: Node) -> int:
+        nonlocal calls
+        calls += 1
+        return sign * node.priority
+
+    index = LeafIndex(priority)
+    nodes = [Node(number, number) for number in range(1_000)]
+    for node in nodes:
+        index.add(node)
+    most = 0
+    for another in (-1, 1, -1):
+        sign, calls = another, 0
+        index.file_all()
+        most = max(most, calls)
+        for _ in range(10):
+            calls = 0
+            leaf = index.pop_lowest()
+            most = max(most, calls)
+            assert leaf is not None
+            index.refresh(leaf)  # declined
+    for _ in range(1_000):
+        index.refresh(nodes[0])
+    assert most <= 200
+    assert [index.pop_lowest() for _ in nodes] == nodes[::-1]

@@ -233,12 +233,20 @@ def test_gittins_waits_for_what_is_to_come():
 
 
 def test_a_table_learns_who_comes_back():
-    table = ReuseTable(2, refresh=50)
+    table = ReuseTable((2,), refresh=50)
     for _ in range(500):
         table.note(0, 20, used=True)
         table.note(1, 200, used=False)
     assert table.value(0, 5) > 10 * table.value(1, 5)
     assert table.value(1, 400) <= table.value(1, 100) <= table.value(1, 1)
+
+
+def test_a_kind_that_is_hardly_known_goes_by_its_group():
+    table = ReuseTable((2, 2), refresh=100)
+    for _ in range(500):
+        table.note(0, 20, used=True)
+        table.note(2, 200, used=False)
+    assert table.value(1, 5) > 10 * table.value(3, 5)
 
 
 @given(st.floats(0, 1e9))

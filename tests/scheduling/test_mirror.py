@@ -15,7 +15,7 @@ from sglang_lora_tree.scheduling.advisor import Advisor
 from sglang_lora_tree.scheduling.mirror import Mirror
 from sglang_lora_tree.scheduling.planner import NUM_CANDIDATES, Planner
 from sglang_lora_tree.scheduling.protocol import ABSENT, Load, Plan, Report, Resync, parse_reply
-from sglang_lora_tree.scheduling.waiting_queue import WINDOW
+from sglang_lora_tree.scheduling.waiting_queue import SMALL_WINDOW
 
 LOAD = Load(0, 4, 1000, 1000, 256, 0.0, 0.0, 0.0, 0.0)
 
@@ -174,7 +174,7 @@ def test_candidates_are_those_whose_adapters_are_there() -> None:
     nodes = (adapter(1, "gpu", on_gpu=True),)
     queued = [(number, ("gpu",) if number % 10 == 0 else (f"a{number}",)) for number in range(1000)]
     plan = plan_for(Reports().make(nodes=nodes, queued=queued, load=dataclasses.replace(LOAD, waiting=1000)))
-    looked_at = WINDOW - NUM_CANDIDATES
+    looked_at = SMALL_WINDOW // 2
     assert plan.candidates == tuple(number for number in range(looked_at, 1000) if number % 10 == 0)[:NUM_CANDIDATES]
     assert len(plan.prefetch) == 32
 

@@ -23,7 +23,7 @@ class Reuse(Policy):
     def __init__(self, state: RetentionState, delayed: float = 16.0, depths: int = 4) -> None:
         super().__init__(state)
         self._depths = depths
-        self._table = ReuseTable(5 * (depths + 1))
+        self._table = ReuseTable((5 * depths, 5))  # KV and adapters: of these, by depth and uses
         self._delayed = delayed
 
     def static_key(self, node: Node) -> Any:
