@@ -283,11 +283,25 @@ def linalg_padded(pairs: Sequence[Pair]) -> None:
 
 def fraq(pairs: Sequence[Pair]) -> None:
     """(c) One-sided: QR of the smaller factor, eigenvalues of H H^T, H = R Y; batched over modules of equal shape."""
+    one_sided(pairs, torch.linalg.eigh)
+
+
+def fraq_jacobi(pairs: Sequence[Pair]) -> None:
+    """The same with our kernel in place of torch.linalg.eigh: what is left of the difference is FlashTSQR's."""
+
+    def eigh(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        u, square, _ = jacobi.svd(matrices)
+        return square.float(), u.float()
+
+    one_sided(pairs, eigh)
+
+
+def one_sided(pairs: Sequence[Pair], eigh: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> None:
     for a, b in equal_shapes(pairs):
         x, y = (b, a) if b.shape[1] <= a.shape[2] else (a.mT, b.mT)
         q, r = torch.linalg.qr(x)
         h = r @ y
-        square, u = torch.linalg.eigh(h @ h.mT)
+        square, u = eigh(h @ h.mT)
         root = square.clamp_min(1e-30).pow(0.25)
         torch.matmul(q, u * root[:, None, :]), torch.matmul(u.mT / root[:, :, None], h)
 
@@ -301,7 +315,9 @@ def equal_shapes(pairs: Sequence[Pair]) -> Iterable[Pair]:
         yield torch.stack([a for a, _ in group]).float(), torch.stack([b for _, b in group]).float()
 
 
-BASELINES = {"fraq": fraq, "linalg_each": linalg_each, "linalg_padded": linalg_padded}
+BASELINES = {"fraq_jacobi": fraq_jacobi, "fraq": fraq, "linalg_each": linalg_each, "linalg_padded": linalg_padded}
+OURS = ("fraq_jacobi",)
+"""Not what others have: no part in the best baseline."""
 
 
 def time_baseline(
@@ -346,7 +362,13 @@ def worst_errors(pairs: Sequence[Pair], room: Room, sigma: torch.Tensor, count: 
     return sigma_error, product_error
 
 
-def measure(fleet: Fleet, adapters: list[list[Pair]], deadline: Deadline, save: Callable[[list[dict[str, Any]]], None]) -> None:
+def measure(
+    fleet: Fleet,
+    adapters: list[list[Pair]],
+    baselines: Sequence[str],
+    deadline: Deadline,
+    save: Callable[[list[dict[str, Any]]], None],
+) -> None:
     """Hands records to `save` as they come; baselines share what is left of the time."""
     first = next(iter(chunks(adapters)))
     room = Room.of(first, fleet.rank)
@@ -375,10 +397,10 @@ def measure(fleet: Fleet, adapters: list[list[Pair]], deadline: Deadline, save: 
     save([results.record(f"construction_twelfth/{fleet.name}/tsqr", at_twelfth, "s", note=f"{note}; {kept} directions kept")])
     save(stage_records(fleet, first, room))
     ratios = {}
-    for index, (name, run) in enumerate(BASELINES.items()):
-        budget = max(1.0, deadline.left / (len(BASELINES) - index))
+    for index, name in enumerate(baselines):
+        budget = max(1.0, deadline.left / (len(baselines) - index))
         try:
-            baseline, count = time_baseline(run, fleet, adapters, budget)
+            baseline, count = time_baseline(BASELINES[name], fleet, adapters, budget)
         except Exception as error:  # a baseline that fails must not take the others along
             print(f"{name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             continue
@@ -386,7 +408,8 @@ def measure(fleet: Fleet, adapters: list[list[Pair]], deadline: Deadline, save: 
             torch.cuda.empty_cache()
         if count not in took:
             took[count] = seconds(lambda count=count: whole(room, count))
-        ratios[name] = baseline / took[count]
+        if name not in OURS:
+            ratios[name] = baseline / took[count]
         beside = f"tsqr, {count} adapters" if count < fleet.num_adapters else "tsqr"
         how = f"{count} of {fleet.num_adapters} adapters, once; float32"
         save([results.record(f"construction/{fleet.name}/{name}", baseline, "s", baseline=(beside, took[count]), note=how)])
@@ -400,16 +423,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for fleet_<machine>.json")
     parser.add_argument("--fleets", nargs="+", choices=tuple(FLEETS), default=["qwen50", "llama35"])
+    parser.add_argument("--baselines", nargs="+", choices=tuple(BASELINES), default=list(BASELINES))
     parser.add_argument("--machine", default=None, help="name in the file's name (default: h200, gpu or cpu)")
     parser.add_argument("--seconds", type=float, default=140, help="of the whole run; baselines share what is left")
     arguments = parser.parse_args()
     if LAPTOP and not tsqr.interpreted():
         parser.error("no GPU: set TRITON_INTERPRET=1 (and --fleets tiny)")
     named = "cpu" if LAPTOP else "h200" if "H200" in torch.cuda.get_device_name() else "gpu"
-    run_all(arguments.fleets, arguments.out, arguments.machine or named, arguments.seconds)
+    run_all(arguments.fleets, arguments.baselines, arguments.out, arguments.machine or named, arguments.seconds)
 
 
-def run_all(names: Sequence[str], out: Path, machine: str, limit: float) -> None:
+def run_all(names: Sequence[str], baselines: Sequence[str], out: Path, machine: str, limit: float) -> None:
     deadline = Deadline(limit)
     records: list[dict[str, Any]] = []
 
@@ -424,7 +448,7 @@ def run_all(names: Sequence[str], out: Path, machine: str, limit: float) -> None
         adapters = make_fleet(fleet)
         synchronise()
         print(f"{name}: {len(adapters)} adapters, {deadline.left:.0f} s left", flush=True)
-        measure(fleet, adapters, Deadline(deadline.left / (len(names) - index)), save)
+        measure(fleet, adapters, baselines, Deadline(deadline.left / (len(names) - index)), save)
         del adapters
     save(spectrum_records(*((16, 1) if LAPTOP else (64, 64))))
 
