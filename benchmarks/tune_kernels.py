@@ -34,11 +34,11 @@ Variation = dict[str, Any]
 
 DECODE_SHRINKS: list[Variation] = [
     {"shrink_block_n": n, "shrink_block_k": k, "shrink_warps": 4, "shrink_stages": stages}
-    for n, k, stages in ((16, 128, 3), (16, 256, 4), (32, 128, 3))
+    for n, k, stages in ((16, 128, 5), (16, 128, 8), (16, 256, 4), (32, 128, 5), (32, 64, 8))
 ]
 DECODE_EXPANDS: list[Variation] = [
     {"expand_block_d": d, "expand_items": items, "expand_warps": 4, "expand_stages": stages}
-    for d, items, stages in ((128, 2, 2), (128, 2, 3), (64, 2, 3), (128, 1, 4), (64, 4, 2), (128, 4, 2))
+    for d, items, stages in ((128, 2, 3), (128, 2, 5), (128, 2, 7), (64, 2, 5), (128, 4, 5), (128, 1, 5))
 ]
 PREFILL_SHRINKS: list[Variation] = [
     {"shrink_split": split, "shrink_block_n": n, "shrink_block_k": k, "shrink_warps": 4, "shrink_stages": stages}

@@ -26,7 +26,7 @@ class Config:
     block_t: int
     """Tokens per tile."""
     shrink_split: bool
-    """A program per segment of d_in, summed up by expand; otherwise one program adds up all segments, in the same order."""
+    """A program per segment of d_in, of which the last adds up; otherwise one program adds up all segments, in the same order."""
     shrink_block_n: int
     """Rows of A at once: a multiple of RANK_TILE."""
     shrink_block_k: int
@@ -45,7 +45,7 @@ class Config:
 
 
 DEFAULT = (
-    Config(512, 16, True, 16, 128, 32, 4, 3, 128, 2, 4, 3, True),
+    Config(512, 16, True, 16, 128, 32, 4, 8, 128, 2, 4, 5, True),
     Config(1 << 62, 64, False, 32, 64, 4, 4, 6, 128, 1, 4, 1, False),
 )
 """For a GPU without a table of its own."""

@@ -15,11 +15,11 @@ from sglang_lora_tree.kernels.table import RANK_TILE
 
 @triton.jit
 def _dot(z, b, total, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """total + z b: z (T, R) is a part of z (locate.py), b (R, D) in the pool's dtype. Every product is exact."""
+    """total + z b: z (T, R) is a part of z (shrink.py), b (R, D) in the pool's dtype. Every product is exact."""
     if UPCAST:
         total = tl.dot(z.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     elif b.dtype == tl.float16:
-        total = tl.dot(z, b.to(tl.float32), total, input_precision="tf32x3")  # a float16 is a tf32
+        total = tl.dot(z.to(tl.float32), b.to(tl.float32), total, input_precision="tf32")  # both are tf32 numbers
     else:
         total = tl.dot(z, b, total, input_precision="ieee")
     return total
@@ -31,24 +31,36 @@ def _delta(  # type: ignore[no-untyped-def]
     DTYPE: tl.constexpr, PARTS: tl.constexpr, MOST_CHUNKS: tl.constexpr, NUM: tl.constexpr, RANK_TILE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """What the items of a tile add to a block of outputs of module m: (BLOCK_T, BLOCK_D) in float32."""
+    """What the items of a tile add to a block of outputs of module m: (BLOCK_T, BLOCK_D) in float32.
+
+    How the items of other tokens lie between a token's own changes none of its bits: a step takes one item with all parts of
+    z, or each part has a sum of its own, which adds up item after item whatever the steps. (One sum needs fewer registers.)
+    """
     lanes = tl.arange(0, BLOCK_T)
     k = tl.arange(0, BLOCK_R)
     total = tl.full((BLOCK_T, BLOCK_D), 0.0, dtype=tl.float32)
+    middle = total
+    small = total
     for first_item in range(item_begin, item_end, BLOCK_R // RANK_TILE):
         item = first_item + k // RANK_TILE
+        here = item < item_end
         cell = (item * NUM + m).to(tl.int64)
-        address = tl.load(b_rows + (cell * MOST_CHUNKS + chunk) * RANK_TILE + k % RANK_TILE, mask=item < item_end, other=0)
+        address = tl.load(b_rows + (cell * MOST_CHUNKS + chunk) * RANK_TILE + k % RANK_TILE, mask=here, other=0)
         rows = address.to(tl.pointer_type(DTYPE))
         if ALIGNED:
             rows = tl.multiple_of(rows, 16)
-        exists = address != 0
-        b_tile = tl.load(rows[:, None] + inside[None, :], mask=exists[:, None] & d_mask[None, :], other=0.0)
+        b_tile = tl.load(rows[:, None] + inside[None, :], mask=(address != 0)[:, None] & d_mask[None, :], other=0.0)
         z_cells = parts + (cell * (BLOCK_T * RANK_TILE) + k % RANK_TILE)[None, :] + lanes[:, None] * RANK_TILE
-        for part in tl.static_range(PARTS):
-            z_tile = tl.load(z_cells + part * part_stride, mask=exists[None, :], other=0.0)
-            total = _dot(z_tile, b_tile, total, UPCAST)
-    return total
+        if BLOCK_R == RANK_TILE:
+            for part in tl.static_range(PARTS):
+                z = tl.load(z_cells + part * part_stride, mask=here[None, :], other=0.0)
+                total = _dot(z, b_tile, total, UPCAST)
+        else:
+            total = _dot(tl.load(z_cells, mask=here[None, :], other=0.0), b_tile, total, UPCAST)
+            if PARTS == 3:
+                middle = _dot(tl.load(z_cells + part_stride, mask=here[None, :], other=0.0), b_tile, middle, UPCAST)
+                small = _dot(tl.load(z_cells + 2 * part_stride, mask=here[None, :], other=0.0), b_tile, small, UPCAST)
+    return total + (middle + small)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -128,7 +140,8 @@ def expand(
         parts, b_rows, y, activated, pairs.order, pairs.item_indptr, y.shape[0], y.stride(0), parts.stride(0),
         W=pool.width, PARTS=parts.shape[0], MOST_CHUNKS=b_rows.shape[2],
         OUTPUT_OFFSETS=output_offsets, OUTPUT_WIDTHS=output_widths, FIRST_BLOCKS=first_blocks,
-        ACTIVATE=activated is not None, RANK_TILE=RANK_TILE, BLOCK_T=pairs.block_t, BLOCK_R=config.expand_items * RANK_TILE,
+        ACTIVATE=activated is not None, RANK_TILE=RANK_TILE, BLOCK_T=pairs.block_t,
+        BLOCK_R=config.expand_items * RANK_TILE,
         BLOCK_D=block, ALIGNED=pool.aligned, UPCAST=upcasts(pool),
         num_warps=config.expand_warps, num_stages=config.expand_stages,
     )  # fmt: skip

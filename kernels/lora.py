@@ -20,7 +20,7 @@ class Shrunk:
     Attributes
     ----------
     z : Tensor
-        By Triton (P, items, M, lanes, RANK_TILE), by item as `Pairs` lists them, in P parts (locate.py); by plain torch float32
+        By Triton (P, items, M, lanes, RANK_TILE), by item as `Pairs` lists them, in P parts (shrink.py); by plain torch float32
         (T, J, M, R) with J = pairs.max_members, R = table.max_rank, undefined where an adapter lacks the module or the rank.
     b_rows : Tensor or None
         int64 (items, M, chunks, RANK_TILE): addresses of B's rows, 0 = none (locate.py). None by plain torch.
@@ -71,12 +71,9 @@ def shrink(
     b_rows: torch.Tensor | None = None
     if uses_triton(x.device):
         # Imported on first use: a CPU build of torch may come without Triton.
-        from sglang_lora_tree.kernels.locate import locate
         from sglang_lora_tree.kernels.shrink import shrink as shrink_triton
 
-        z, b_rows = locate(
-            shrink_triton(x, table, pool, pairs, layer, modules), table, pool, pairs, layer, modules, output_widths, x.shape[1]
-        )
+        z, b_rows = shrink_triton(x, table, pool, pairs, layer, modules, output_widths)
     else:
         z = reference.shrink(x, table, pool, pairs, layer, modules)
     return Shrunk(z, b_rows, layer, modules, x.shape[1], output_widths)

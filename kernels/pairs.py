@@ -14,8 +14,9 @@ from sglang_lora_tree.kernels.table import RANK_TILE, AdapterTable
 
 ITEM_HEADER = 4
 """Numbers of an item before those of its lanes."""
-ALIGNED_ITEMS = 4
-"""Kernels take up to this many items at once, from the tile's first on; no adapter's items straddle such a step."""
+
+MOST_MODULES = 3
+"""Modules that read one input, at most: q, k and v."""
 
 Members = Sequence[tuple[int, float]] | np.ndarray
 """One request's mix: (adapter index, weight) pairs, or a float64 array (k, 2) of them, which is faster."""
@@ -33,8 +34,8 @@ class Pairs:
     lanes that do not use the adapter (DyMerge-LoRA 4.3, for slots: many requests to many adapters, without a copy of any
     weight).
 
-    A tile's items are sorted by number of rank tiles, then by adapter index, so a token's members are added up in an
-    order that does not depend on the other tokens.
+    A tile's items are sorted by adapter index, then rank, so a token's members are added up in an order that does not depend
+    on the other tokens.
 
     Attributes
     ----------
@@ -43,8 +44,9 @@ class Pairs:
     item_indptr : Tensor
         int32 (max_tiles + 1,): the items of tile i are [item_indptr[i], item_indptr[i + 1]).
     items : Tensor
-        int32 (max_items, ITEM_HEADER + block_t): adapter index (-1 = padding), first rank, two unused; then the lanes'
-        weights (float32 bits).
+        int32 (max_items, ITEM_HEADER + block_t): adapter index, first rank, two unused; then the lanes' weights (float32 bits).
+    arrivals : Tensor
+        int32 (max_items * MOST_MODULES,): 0 between kernels; programs that share a sum count themselves here.
     num_items : int
         How many items z must have room for: of the last `update`, or of any with `for_graphs`.
     num_tokens : int
@@ -67,7 +69,7 @@ class Pairs:
         self.max_tiles = -(-max_tokens // block_t)
         # A request meets at most as many tiles as it has tokens, and only its first and last tile can have others in it.
         meetings = min(max_tokens, self.max_tiles + max_bs)
-        self.max_items = meetings * max_members * int(_pad_rank_tiles(np.array([table.padded_rank // RANK_TILE]))[0])
+        self.max_items = meetings * max_members * (table.padded_rank // RANK_TILE)
         self.item_stride = ITEM_HEADER + block_t
 
         # One buffer with the items last, so that a batch is one copy of as much as it uses.
@@ -82,8 +84,9 @@ class Pairs:
         self.order = self._device[:order_length]
         self.item_indptr = self._device[order_length : order_length + self.max_tiles + 1]
         self.items = self._device[items_start:].view(self.max_items, self.item_stride)
+        self.arrivals = torch.zeros(self.max_items * MOST_MODULES, dtype=torch.int32, device=table.device)
+        self._sums = np.zeros(self.max_tiles)
         self._last: Batch | None = None
-        self._ranks_version = -1
         self.update((), ())
 
     @classmethod
@@ -143,8 +146,8 @@ class Pairs:
         ):
             if value > limit:
                 raise ValueError(f"a batch of {value} {name} is above the {limit} that were allocated")
-        if members and all(isinstance(mix, np.ndarray) for mix in members):
-            flat = np.concatenate(members).reshape(num_pairs, 2)
+        if set(map(type, members)) == {np.ndarray}:
+            flat = np.frombuffer(b"".join(members)).reshape(num_pairs, 2)  # type: ignore[arg-type]  # concatenate: 8x as long
         else:
             numbers = chain.from_iterable(chain.from_iterable(members))
             flat = np.fromiter(numbers, dtype=np.float64, count=2 * num_pairs).reshape(num_pairs, 2)
@@ -161,77 +164,72 @@ class Pairs:
 
     def _write(self, lens: np.ndarray, counts: np.ndarray, adapters: np.ndarray, weights: np.ndarray) -> int:
         """Fill the host's side; return the number of items."""
-        block_t, bs = self.block_t, len(lens)
+        block_t, bs, capacity, num_tokens = self.block_t, len(lens), self.table.capacity, self.num_tokens
         # Requests by their first adapter, those of the base model last: tiles then have few adapters each.
-        pair_start = np.cumsum(counts) - counts
-        first_adapter = np.full(bs, self.table.capacity)
+        pair_start = counts.cumsum() - counts
+        first_adapter = np.full(bs, capacity)
         has_members = counts > 0
         first_adapter[has_members] = adapters[pair_start[has_members]]
-        by_adapter = np.argsort(first_adapter, kind="stable")
-        ordered_lens = lens[by_adapter]
-        ordered_stop = np.cumsum(ordered_lens)
-        token_start = (np.cumsum(lens) - lens)[by_adapter]
-        num_tokens = self.num_tokens
-        shift = np.repeat(token_start - (ordered_stop - ordered_lens), ordered_lens)
-        self._host_order[:num_tokens] = np.arange(num_tokens) + shift
-        self._host_order[num_tokens:] = np.arange(num_tokens, len(self._host_order))
+        by_adapter = first_adapter.argsort(kind="stable")
 
-        # Meetings: a request and a tile that has some of its tokens. Then every member of the request, in that tile.
-        start, stop = np.empty(bs, np.int64), np.empty(bs, np.int64)  # lanes of the whole batch
-        stop[by_adapter] = ordered_stop
-        start[by_adapter] = ordered_stop - ordered_lens
-        met = np.flatnonzero(has_members & (lens > 0))
-        first_tile = start[met] // block_t
-        num_meetings = (stop[met] - 1) // block_t - first_tile + 1
-        req = np.repeat(met, num_meetings)
-        tile = np.repeat(first_tile, num_meetings) + _count_up(num_meetings)
-        req_counts = counts[req]
-        member = _count_up(req_counts)
-        tile, req = np.repeat(tile, req_counts), np.repeat(req, req_counts)
-        pair = pair_start[req] + member
-        adapter = adapters[pair]
+        # A cell is a pair in a tile: its tile, adapter, weight, and lanes [low, low + num_lanes) there.
+        self._host_order[num_tokens:] = np.arange(num_tokens, len(self._host_order))
+        if num_tokens == bs and lens.min(initial=1) == 1:  # decode: a request is a lane, a pair is a cell
+            self._host_order[:num_tokens] = by_adapter
+            lane_of = np.empty(bs, np.int64)
+            lane_of[by_adapter] = np.arange(bs)
+            lane = lane_of.repeat(counts)
+            tile, adapter, weight = lane // block_t, adapters, weights
+            low, num_lanes = lane - tile * block_t, None
+        else:
+            ordered_lens = lens[by_adapter]
+            ordered_stop = ordered_lens.cumsum()
+            token_start = (lens.cumsum() - lens)[by_adapter]
+            shift = (token_start - (ordered_stop - ordered_lens)).repeat(ordered_lens)
+            self._host_order[:num_tokens] = np.arange(num_tokens) + shift
+            start, stop = np.empty(bs, np.int64), np.empty(bs, np.int64)  # lanes of the whole batch
+            stop[by_adapter] = ordered_stop
+            start[by_adapter] = ordered_stop - ordered_lens
+            # A request meets the tiles that have some of its tokens; every member of it is in each of them.
+            met = np.flatnonzero(has_members & (lens > 0))
+            first_tile = start[met] // block_t
+            num_meetings = (stop[met] - 1) // block_t - first_tile + 1
+            req = met.repeat(num_meetings)
+            tile = first_tile.repeat(num_meetings) + _count_up(num_meetings)
+            member = _count_up(counts[req])
+            tile, req = tile.repeat(counts[req]), req.repeat(counts[req])
+            adapter, weight = adapters[pair_start[req] + member], weights[pair_start[req] + member]
+            low = np.maximum(start[req] - tile * block_t, 0)
+            num_lanes = np.minimum(stop[req] - tile * block_t, block_t) - low
 
         # Groups: an adapter in a tile. Items: a tile of ranks of a group.
-        rank_tiles, padded_tiles, most = self._rank_tiles()
-        key = (tile * most + (most - 1 - padded_tiles[adapter])) * self.table.capacity + adapter
-        groups, group_of = np.unique(key, return_inverse=True)
-        group_adapter = groups % self.table.capacity
-        group_tile = groups // self.table.capacity // most
-        group_items = padded_tiles[group_adapter]
+        groups, group_of = _distinct(tile * capacity + adapter, self.max_tiles * capacity)
+        group_tile, group_adapter = np.divmod(groups, capacity)
+        group_items = -(-self.table.largest_rank[group_adapter] // RANK_TILE)
         num_items = int(group_items.sum())
         assert num_items <= self.max_items, "the bound on items is wrong"
-        self._host_indptr[1:] = np.cumsum(np.bincount(group_tile, weights=group_items, minlength=self.max_tiles))
+        np.bincount(group_tile, weights=group_items, minlength=self.max_tiles).cumsum(out=self._sums)
+        self._host_indptr[1:] = self._sums
 
-        low = np.maximum(start[req] - tile * block_t, 0)
-        num_lanes = np.minimum(stop[req] - tile * block_t, block_t) - low
-        cell, weight = group_of * block_t + low, weights[pair]
-        if num_tokens > bs:  # else every request is one lane
-            cell, weight = np.repeat(cell, num_lanes) + _count_up(num_lanes), np.repeat(weight, num_lanes)
-        lane_weights = np.bincount(cell, weights=weight, minlength=len(groups) * block_t).reshape(-1, block_t)
-
-        group = np.repeat(np.arange(len(groups)), group_items)
-        rank_tile = _count_up(group_items)
+        lane = group_of * block_t + low
+        if num_lanes is not None:
+            lane, weight = lane.repeat(num_lanes) + _count_up(num_lanes), weight.repeat(num_lanes)
+        lane_weights = np.bincount(lane, weights=weight, minlength=len(groups) * block_t).astype(np.float32)
         items = self._host_items[:num_items]
-        exists = rank_tile < rank_tiles[group_adapter[group]]
-        items[:, 0] = np.where(exists, group_adapter[group], -1)
-        items[:, 1] = rank_tile * RANK_TILE
-        items[:, ITEM_HEADER:] = lane_weights.astype(np.float32).view(np.int32)[group]
-        self._mixes = (lens, counts, adapters, weights.astype(np.float32))
+        if num_items == len(groups) and group_items.min(initial=1) == 1:
+            items[:, 0], items[:, 1] = group_adapter, 0
+            items[:, ITEM_HEADER:] = lane_weights.view(np.int32).reshape(-1, block_t)
+        else:
+            items[:, 0] = group_adapter.repeat(group_items)
+            items[:, 1] = _count_up(group_items) * RANK_TILE
+            items[:, ITEM_HEADER:] = lane_weights.view(np.int32).reshape(-1, block_t).repeat(group_items, axis=0)
+        self._mixes = (lens, counts, adapters, weights)
         return num_items
-
-    def _rank_tiles(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Of every adapter: tiles of ranks, items that it takes; and more than any takes. As the table is now."""
-        if self._ranks_version != self.table.version:
-            rank_tiles = -(-self.table.largest_rank // RANK_TILE)
-            padded_tiles = _pad_rank_tiles(rank_tiles)
-            self._ranks = rank_tiles, padded_tiles, int(padded_tiles.max()) + 1
-            self._ranks_version = self.table.version
-        return self._ranks
 
     @cached_property
     def groups(self) -> dict[tuple[tuple[int, float], ...], torch.Tensor]:
         """Token numbers (int64, CPU) by mix: what the plain-torch path walks over."""
-        lens, counts, adapters, weights = (part.tolist() for part in self._mixes)
+        lens, counts, adapters, weights = (part.tolist() for part in (*self._mixes[:3], self._mixes[3].astype(np.float32)))
         spans: dict[tuple[tuple[int, float], ...], list[torch.Tensor]] = {}
         token = pair = 0
         for length, count in zip(lens, counts, strict=True):
@@ -252,16 +250,18 @@ def _equal(batch: Batch, other: Batch) -> bool:
     )
 
 
+def _distinct(numbers: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct numbers, of range(limit), in order; and the place of each number among them."""
+    if limit > 1 << 18:
+        return np.unique(numbers, return_inverse=True)
+    place = np.zeros(limit, np.int32)  # without sorting: several times faster for a decode batch
+    place[numbers] = 1
+    distinct = np.flatnonzero(place)
+    place[distinct] = np.arange(len(distinct), dtype=np.int32)
+    return distinct, place[numbers]
+
+
 def _count_up(lengths: np.ndarray) -> np.ndarray:
     """0, 1, ... anew for each length: [2, 3] -> [0, 1, 0, 1, 2]."""
     stops = np.cumsum(lengths)
     return np.arange(stops[-1] if len(stops) else 0) - np.repeat(stops - lengths, lengths)
-
-
-def _pad_rank_tiles(rank_tiles: np.ndarray) -> np.ndarray:
-    """Items that an adapter takes: 0, 1, 2, or a multiple of ALIGNED_ITEMS.
-
-    Sorted by this number, groups of 4k, 2 and 1 items never straddle a step of ALIGNED_ITEMS: where an adapter lies
-    among others must not change the order in which its ranks are added up.
-    """
-    return np.where(rank_tiles <= 2, rank_tiles, -(-rank_tiles // ALIGNED_ITEMS) * ALIGNED_ITEMS)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang_lora_tree.kernels import dispatch
+from sglang_lora_tree.kernels.locate import locate
 from sglang_lora_tree.kernels.pairs import ITEM_HEADER, Pairs
 from sglang_lora_tree.kernels.pool import PoolView
 from sglang_lora_tree.kernels.rows import block_width, row_addresses, upcasts
@@ -22,26 +23,47 @@ def num_segments(d_in: int, width: int) -> int:
     return int(triton.cdiv(pieces, max(1, SEGMENT // width)))
 
 
-@triton.jit(do_not_specialize=["layer", "num_tokens", "num_items"])
+@triton.jit
+def _finish(  # type: ignore[no-untyped-def]
+    z, parts, cells, part_stride, weights, scaling, unit_exists, exists, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Weigh z (lanes, rows) and store it in parts whose sum it is.
+
+    Exactly 0 for lanes without the adapter, whatever their x (a padded token's may be NaN), and for ranks that do not exist.
+    """
+    weight = tl.load(weights, mask=exists[None, :], other=0).to(tl.float32, bitcast=True)
+    factor = weight * tl.load(scaling, mask=exists, other=0.0)[None, :]
+    rest = tl.where(weight != 0.0, z * factor, 0.0)
+    for part in tl.static_range(PARTS):
+        value = rest.to(parts.dtype.element_ty)
+        tl.store(parts + part * part_stride + cells, value, mask=unit_exists[None, :])
+        rest -= value.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["layer", "num_tokens"])
 def _shrink_kernel(  # type: ignore[no-untyped-def]
-    x, z, pointers, slots, first_slot, slot_count, row_start, rank, scaling, order, item_indptr, items,
-    layer, num_tokens, x_stride, num_items, record_stride,
+    x, sums, parts, b_rows, arrivals, pointers, slots, first_slot, slot_count, row_start, rank, scaling, order, item_indptr,
+    items, layer, num_tokens, x_stride, sum_stride, part_stride, record_stride,
     D: tl.constexpr, W: tl.constexpr, MODULES: tl.constexpr, TABLE_MODULES: tl.constexpr,
-    ITEM_HEADER: tl.constexpr, RANK_TILE: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS_EACH: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr, UPCAST: tl.constexpr,
+    ITEM_HEADER: tl.constexpr, RANK_TILE: tl.constexpr, SEGMENT: tl.constexpr,
+    SEGMENTS: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr, UPCAST: tl.constexpr,
+    CHUNKS: tl.constexpr, MOST_CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of tokens x every WORKERS-th block of its items' rows of A x some segments of d_in.
 
     A tile's rows of A are those of its items, of all modules that read this x: one dot has the rows of several
-    adapters and modules, and x is read once for them.
+    adapters and modules, and x is read once for them. Of the programs that share a block's segments, the last to arrive
+    adds them up, in their order. One more program per block finds B's rows (locate.py).
     """
     NUM: tl.constexpr = len(MODULES)
-    CHUNKS: tl.constexpr = (D + W - 1) // W
+    A_CHUNKS: tl.constexpr = (D + W - 1) // W
     # A piece is a chunk of W, or a part of one if W is larger than a segment; a segment is one or more pieces.
-    PARTS: tl.constexpr = (W + SEGMENT - 1) // SEGMENT
+    PARTS_OF_CHUNK: tl.constexpr = (W + SEGMENT - 1) // SEGMENT
     PIECE: tl.constexpr = W if W < SEGMENT else SEGMENT
-    PIECES: tl.constexpr = CHUNKS * PARTS
+    PIECES: tl.constexpr = A_CHUNKS * PARTS_OF_CHUNK
     PIECES_EACH: tl.constexpr = 1 if W > SEGMENT else SEGMENT // W
+    SEGMENTS_EACH: tl.constexpr = SEGMENTS // SPLITS
     UNITS: tl.constexpr = BLOCK_N // RANK_TILE
     ITEM_STRIDE: tl.constexpr = ITEM_HEADER + BLOCK_T
     tile = tl.program_id(0)
@@ -49,6 +71,13 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
 
     item_begin = tl.load(item_indptr + tile)
     units = (tl.load(item_indptr + tile + 1) - item_begin) * NUM  # a unit is RANK_TILE rows: an item's, of one module
+    if split == SPLITS:
+        locate(
+            b_rows, pointers, slots, first_slot, slot_count, row_start, rank, items, item_begin, tl.program_id(1), units,
+            tl.num_programs(1), layer, record_stride, A_CHUNKS, W, x.dtype.element_ty, MODULES, CHUNKS, MOST_CHUNKS, BLOCK_C,
+            TABLE_MODULES, ITEM_STRIDE, RANK_TILE,
+        )  # fmt: skip
+        return
     lanes = tl.arange(0, BLOCK_T)
     tokens = tl.load(order + tile * BLOCK_T + lanes)
     token_mask = tokens < num_tokens
@@ -63,22 +92,25 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
         module = tl.full((BLOCK_N,), MODULES[0], tl.int32)
         for i in tl.static_range(1, NUM):
             module = tl.where(m == i, MODULES[i], module)
-        adapter = tl.load(items + item * ITEM_STRIDE, mask=unit < units, other=-1).to(tl.int64)
-        exists = adapter >= 0
-        r = tl.load(items + item * ITEM_STRIDE + 1, mask=exists, other=0) + n % RANK_TILE
+        unit_exists = unit < units
+        adapter = tl.load(items + item * ITEM_STRIDE, mask=unit_exists, other=0).to(tl.int64)
+        r = tl.load(items + item * ITEM_STRIDE + 1, mask=unit_exists, other=0) + n % RANK_TILE
         entry = adapter * record_stride + layer * TABLE_MODULES + module
-        start = tl.load(row_start + entry, mask=exists, other=0)
-        slot = tl.load(first_slot + adapter * record_stride, mask=exists, other=0)
-        count = tl.load(slot_count + adapter * record_stride, mask=exists, other=1)
-        exists = exists & (r < tl.load(rank + entry, mask=exists, other=0))
+        start = tl.load(row_start + entry, mask=unit_exists, other=0)
+        slot = tl.load(first_slot + adapter * record_stride, mask=unit_exists, other=0)
+        count = tl.load(slot_count + adapter * record_stride, mask=unit_exists, other=1)
+        exists = r < tl.load(rank + entry, mask=unit_exists, other=0)
+        cell = (item * NUM + m).to(tl.int64) * (BLOCK_T * RANK_TILE) + n % RANK_TILE
+        cells = cell[None, :] + lanes[:, None] * RANK_TILE
+        weights = items + item[None, :] * ITEM_STRIDE + ITEM_HEADER + lanes[:, None]
         if tl.max(exists.to(tl.int32), axis=0) > 0:
-            first_row = start + r * CHUNKS
+            first_row = start + r * A_CHUNKS
             total = tl.full((BLOCK_T, BLOCK_N), 0.0, dtype=tl.float32)
             for segment in range(split * SEGMENTS_EACH, (split + 1) * SEGMENTS_EACH):
                 segment_total = tl.full((BLOCK_T, BLOCK_N), 0.0, dtype=tl.float32)
                 for piece in range(segment * PIECES_EACH, tl.minimum((segment + 1) * PIECES_EACH, PIECES)):
-                    chunk = piece // PARTS
-                    part = piece % PARTS * PIECE
+                    chunk = piece // PARTS_OF_CHUNK
+                    part = piece % PARTS_OF_CHUNK * PIECE
                     a_rows = row_addresses(
                         first_row + chunk, exists, pointers, slots + slot, count, W, x.dtype.element_ty, ALIGNED
                     )
@@ -94,41 +126,60 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
                         segment_total += tl.dot(x_tile, tl.trans(a_tile), input_precision="ieee")
                 total += segment_total
 
-            weights = items + item[None, :] * ITEM_STRIDE + ITEM_HEADER + lanes[:, None]
-            weight = tl.load(weights, mask=exists[None, :], other=0).to(tl.float32, bitcast=True)
-            factor = weight * tl.load(scaling + entry, mask=exists, other=0.0)[None, :]
-            # Exactly 0 for lanes without the adapter, whatever their x (a padded token's may be NaN).
-            total = tl.where(weight != 0.0, total * factor, 0.0)
-            cells = ((split * num_items + item) * NUM + m).to(tl.int64) * (BLOCK_T * RANK_TILE) + n % RANK_TILE
-            tl.store(z + cells[None, :] + lanes[:, None] * RANK_TILE, total, mask=exists[None, :])
+            if SPLITS == 1:
+                _finish(total, parts, cells, part_stride, weights, scaling + entry, unit_exists, exists, PARTS)
+            else:
+                tl.store(sums + split * sum_stride + cells, total, mask=exists[None, :])
+                tl.debug_barrier()  # all threads have stored, before one says so
+                arrival = arrivals + item_begin * NUM + first_unit
+                if tl.atomic_add(arrival, 1, sem="acq_rel") == SPLITS - 1:
+                    total = tl.load(sums + cells, mask=exists[None, :], other=0.0, cache_modifier=".cg")
+                    for other in tl.static_range(1, SPLITS):
+                        total += tl.load(sums + other * sum_stride + cells, mask=exists[None, :], other=0.0, cache_modifier=".cg")
+                    _finish(total, parts, cells, part_stride, weights, scaling + entry, unit_exists, exists, PARTS)
+                    tl.store(arrival, 0)  # for the next launch
+        elif split == 0:  # the adapters lack these modules
+            zeros = tl.full((BLOCK_T, BLOCK_N), 0.0, dtype=tl.float32)
+            _finish(zeros, parts, cells, part_stride, weights, scaling + entry, unit_exists, exists, PARTS)
 
 
 def shrink(
-    x: torch.Tensor, table: AdapterTable, pool: PoolView, pairs: Pairs, layer: int, modules: tuple[int, ...]
-) -> torch.Tensor:
-    """z[s, i, m, lane, r] = w s_m x[lane] . A[r] over segment s of d_in, or over all of it (S = 1). See lora.shrink.
+    x: torch.Tensor, table: AdapterTable, pool: PoolView, pairs: Pairs, layer: int, modules: tuple[int, ...],
+    output_widths: tuple[int, ...],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """z[i, m, lane, r] = w s_m x[lane] . A[r], and where B's rows lie. See lora.shrink.
 
     Returns
     -------
-    Tensor
-        float32 (S, items, len(modules), lanes, RANK_TILE).
+    parts : Tensor
+        (P, items, M, lanes, RANK_TILE), numbers that tensor cores multiply with B's exactly, and whose sum over P is z's: for
+        a half-precision pool three bfloat16 numbers, which hold the 24 bits of a float32; otherwise z itself, in float32.
+        0 where the adapter lacks the rank.
+    b_rows : Tensor
+        int64 (items, M, chunks of the widest output, RANK_TILE): where chunk c of an item's rank lies; 0 = no such row.
     """
     config = dispatch.choose(x.shape[0], x.device)
     d_in = x.shape[1]
     segments = num_segments(d_in, pool.width)
     splits = segments if config.shrink_split else 1
-    shape = (splits, pairs.num_items, len(modules), pairs.block_t, RANK_TILE)
-    z = torch.empty(shape, dtype=torch.float32, device=x.device)
+    chunks = tuple(triton.cdiv(width, pool.width) for width in output_widths)
+    num_parts, dtype = (1, torch.float32) if pool.dtype == torch.float32 else (3, torch.bfloat16)
+    shape = (pairs.num_items, len(modules), pairs.block_t, RANK_TILE)
+    parts = torch.empty((num_parts, *shape), dtype=dtype, device=x.device)
+    b_rows = torch.empty((pairs.num_items, len(modules), max(chunks), RANK_TILE), dtype=torch.int64, device=x.device)
     workers = min(config.shrink_workers, triton.cdiv(pairs.launch_items * len(modules) * RANK_TILE, config.shrink_block_n))
     if workers == 0:
-        return z
-    grid = (triton.cdiv(x.shape[0], pairs.block_t), workers, splits)
+        return parts, b_rows
+    sums = torch.empty((splits, *shape), dtype=torch.float32, device=x.device) if splits > 1 else parts
+    grid = (triton.cdiv(x.shape[0], pairs.block_t), workers, splits + 1)
     _shrink_kernel[grid](
-        x, z, pool.pointers, table.slots, table.first_slot, table.slot_count, table.row_start, table.rank, table.scaling,
-        pairs.order, pairs.item_indptr, pairs.items, layer, x.shape[0], x.stride(0), pairs.num_items, table.record_stride,
+        x, sums, parts, b_rows, pairs.arrivals, pool.pointers, table.slots, table.first_slot, table.slot_count, table.row_start,
+        table.rank, table.scaling, pairs.order, pairs.item_indptr, pairs.items, layer, x.shape[0], x.stride(0), sums.stride(0),
+        parts.stride(0), table.record_stride,
         D=d_in, W=pool.width, MODULES=modules, TABLE_MODULES=NUM_MODULES, ITEM_HEADER=ITEM_HEADER,
-        RANK_TILE=RANK_TILE, SEGMENT=SEGMENT, SEGMENTS_EACH=segments // splits, BLOCK_T=pairs.block_t,
+        RANK_TILE=RANK_TILE, SEGMENT=SEGMENT, SEGMENTS=segments, SPLITS=splits, PARTS=num_parts, BLOCK_T=pairs.block_t,
         BLOCK_N=config.shrink_block_n, BLOCK_K=block_width(min(pool.width, SEGMENT), config.shrink_block_k),
-        ALIGNED=pool.aligned, UPCAST=upcasts(pool), num_warps=config.shrink_warps, num_stages=config.shrink_stages,
+        ALIGNED=pool.aligned, UPCAST=upcasts(pool), CHUNKS=chunks, MOST_CHUNKS=max(chunks),
+        BLOCK_C=triton.next_power_of_2(max(chunks)), num_warps=config.shrink_warps, num_stages=config.shrink_stages,
     )  # fmt: skip
-    return z
+    return parts, b_rows
