@@ -1,10 +1,12 @@
 """Serving with adapters against the base model and SGLang's own LoRA backends, on one GPU, in one run.
 
-    python -m benchmarks.kernels [--prefill-graphs] [--cases decode/1 prefill/8 ...] [--out FOLDER]
+    python -m benchmarks.kernels [--cases decode/1 prefill/8 ...] [--servers base triton_v2 ours ...] [--out FOLDER]
 
-Needs one GPU with 120 GB (four servers of the Llama-3-8B shape with random weights stand side by side; one works at a time).
-32 requests of 256 prompt tokens make 128 tokens each; for prefill, 8 requests of 1,024 prompt tokens make one. A number is the
-median of three runs after one that warms up; the base model runs first and last. Results: ``kernels_<gpu>.json``.
+Needs one GPU with 140 GB (up to five servers of the Llama-3-8B shape with random weights stand side by side; one works at a
+time). 32 requests of 256 prompt tokens make 128 tokens each; for prefill, 8 requests of 1,024 prompt tokens make one. A number
+is the median of three runs after one that warms up; the base model runs first and last. A second base server prefills with
+CUDA graphs, which our backend (like SGLang's) does not use: ``.../prefill_graphs``. Our host tier copies what is used a second
+time (``write_through_selective``): no prompt of these runs is. Results: ``kernels_<gpu>.json``.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from benchmarks.acceptance_gpu import make_llama8b_config, write_adapter
 from benchmarks.server import Server
 
 Mix = Mapping[str, float]
+Records = list[dict[str, Any]]
 RUNS = 3
 _SEEDS = itertools.count()
 
@@ -100,32 +103,34 @@ def measure(server: Server, case: Case | None, prefill: bool) -> list[float]:
     return [run_once(server, case, rng, prefill) for _ in range(RUNS + 1)][1:]
 
 
-def make_servers(work: Path, prefill_graphs: bool) -> dict[str, Server]:
-    """Base model, SGLang's two backends, and ours; same settings."""
+def make_servers(work: Path) -> dict[str, Server]:
+    """Base model, without and with prefill graphs, SGLang's two backends, and ours; same settings."""
     model = make_llama8b_config(work / "llama8b")
     with ThreadPoolExecutor(12) as pool:
         todo = [(rank, index) for rank, count in ADAPTERS.items() for index in range(count)]
         list(pool.map(lambda job: write_adapter(work / f"r{job[0]}_{job[1]}", 100 * job[0] + job[1], job[0]), todo))
     common = ["--model-path", str(model), "--load-format", "dummy", "--skip-tokenizer-init", "--dtype", "bfloat16"]
     common += ["--attention-backend", "triton", "--cuda-graph-max-bs-decode", "32", "--mem-fraction-static", "0.95"]
-    if not prefill_graphs:
-        common += ["--cuda-graph-backend-prefill", "disabled"]
-    small = [*common, "--max-total-tokens", "40000"]
-    stock = [*small, "--enable-lora", "--max-lora-rank", "16", "--max-loras-per-batch", "32", "--max-loaded-loras", "32"]
+    small = [*common, "--max-total-tokens", "14000"]
+    eager = ["--cuda-graph-backend-prefill", "disabled"]
+    stock = [*small, *eager, "--enable-lora", "--max-lora-rank", "16", "--max-loras-per-batch", "32", "--max-loaded-loras", "32"]
     stock += ["--lora-target-modules", "all", "--lora-paths", *(f"r16_{index}={work}/r16_{index}" for index in range(32))]
     paths = [f"r{rank}_{index}={work}/r{rank}_{index}" for rank, count in ADAPTERS.items() for index in range(count)]
-    ours = [*common, "--max-total-tokens", "130000", "--lora-tree", "--hicache-ratio", "1.1", "--max-loras-per-batch", "32"]
+    ours = [*common, *eager, "--max-total-tokens", "130000", "--lora-tree", "--max-loras-per-batch", "32"]
+    ours += ["--hicache-ratio", "1.1", "--hicache-write-policy", "write_through_selective"]
     ours += ["--max-loaded-loras", "64", "--lora-paths", *paths]
     return {
-        "base": Server(small, work / "base.log"),
+        "base": Server([*small, *eager], work / "base.log"),
+        "base_prefill_graphs": Server(small, work / "base_prefill_graphs.log"),
         "csgmv": Server([*stock, "--lora-backend", "csgmv"], work / "csgmv.log"),
         "triton_v2": Server([*stock, "--lora-backend", "triton_v2"], work / "triton_v2.log"),
         "ours": Server(ours, work / "ours.log"),
     }
 
 
-def serve(work: Path, names: Sequence[str] | None, prefill_graphs: bool) -> list[dict[str, Any]]:
-    servers = make_servers(work, prefill_graphs)
+def serve(work: Path, names: Sequence[str] | None, server_names: Sequence[str], write: Callable[[Records], object]) -> Records:
+    """All cases on all servers; `write` is given what is known after each case, so that a run cut short has its results."""
+    servers = {name: server for name, server in make_servers(work).items() if name in server_names}
     rates: dict[tuple[str, str], list[float]] = {}
     with ExitStack() as stack:
 
@@ -144,7 +149,10 @@ def serve(work: Path, names: Sequence[str] | None, prefill_graphs: bool) -> list
         chosen = [case for case in CASES if names is None or case.name in names]
         for case_prefill in (False, True):
             label = "prefill" if case_prefill else "decode"
-            rates["base", label] = measure(servers["base"], None, case_prefill)
+            for name in ("base", "base_prefill_graphs"):
+                if name in up:
+                    rates[name, label] = measure(servers[name], None, case_prefill)
+                    print(name, label, [round(rate) for rate in rates[name, label]], flush=True)
             for case in (case for case in chosen if case.prefill == case_prefill):
                 for name in up:
                     if name == "ours" or (case.stock and name in ("csgmv", "triton_v2")):
@@ -153,40 +161,42 @@ def serve(work: Path, names: Sequence[str] | None, prefill_graphs: bool) -> list
                             print(name, case.name, [round(rate) for rate in rates[name, case.name]], flush=True)
                         except (RuntimeError, OSError) as error:
                             print(f"{name} {case.name}: {error}", flush=True)
+                write(make_records(chosen, rates))
             rates["base", label] += measure(servers["base"], None, case_prefill)
             print("base", label, [round(rate) for rate in rates["base", label]], flush=True)
-    return make_records(chosen, rates, prefill_graphs)
+    return make_records(chosen, rates)
 
 
-def make_records(
-    cases: Sequence[Case], rates: Mapping[tuple[str, str], list[float]], prefill_graphs: bool
-) -> list[dict[str, Any]]:
-    suffix = "/prefill_graphs" if prefill_graphs else ""
+def make_records(cases: Sequence[Case], rates: Mapping[tuple[str, str], list[float]]) -> Records:
     records = []
     for case in cases:
         kind, _, rest = case.name.partition("/")
-        base = statistics.median(rates["base", kind])
-        for name in ("ours", "csgmv", "triton_v2"):
-            if (name, case.name) not in rates:
-                continue
-            metric = f"{kind}_vs_base/{rest}" + ("" if name == "ours" else f"/{name}") + suffix
-            limit = f"ratio >= {case.wanted}" if name == "ours" and case.wanted else None
-            value = statistics.median(rates[name, case.name])
-            records.append(results.record(metric, value, "tok/s", baseline=("base model without LoRA", base), limit=limit))
+        for base, suffix in (("base", ""), ("base_prefill_graphs", "/prefill_graphs")):
+            for name in ("ours", "csgmv", "triton_v2"):
+                if (name, case.name) not in rates or (base, kind) not in rates:
+                    continue
+                metric = f"{kind}_vs_base/{rest}" + ("" if name == "ours" else f"/{name}") + suffix
+                limit = f"ratio >= {case.wanted}" if name == "ours" and case.wanted else None
+                value, baseline = statistics.median(rates[name, case.name]), statistics.median(rates[base, kind])
+                records.append(results.record(metric, value, "tok/s", baseline=(f"{base} without LoRA", baseline), limit=limit))
     return records
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES])
-    parser.add_argument("--prefill-graphs", action="store_true", help="prefill with CUDA graphs, as SGLang's default has it")
+    parser.add_argument("--servers", nargs="+", default=["base", "base_prefill_graphs", "csgmv", "triton_v2", "ours"])
     parser.add_argument("--out", type=Path, default=results.RESULTS)
     arguments = parser.parse_args()
     machine = results.hardware().lower().rpartition(" ")[2]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            records = serve(Path(folder), arguments.cases, arguments.prefill_graphs)
-            results.write("kernels_prefill_graphs" if arguments.prefill_graphs else "kernels", machine, records, arguments.out)
+            records = serve(
+                Path(folder),
+                arguments.cases,
+                arguments.servers,
+                lambda records: results.write("kernels", machine, records, arguments.out),
+            )
             print(results.table(records))
         finally:
             for log in Path(folder).glob("*.log"):
