@@ -238,28 +238,43 @@ class _Run:
 
     def records(self, num_nodes: int, steps: int) -> list[dict[str, Any]]:
         self.until_all_is_told()
-        process = psutil.Process(self.client.pid)
-        before, began, counters = process.cpu_times(), time.monotonic(), dataclasses.replace(self.client.counters)
+        process, counters = psutil.Process(self.client.pid), dataclasses.replace(self.client.counters)
+        clock = time.pthread_getcpuclockid(self.client._threads[0].ident)  # type: ignore[arg-type]
+        before, talked, began = process.cpu_times(), time.clock_gettime(clock), time.monotonic()
+        times = self._timed(steps, STEP_SECONDS)
+        seconds, after = time.monotonic() - began, process.cpu_times()
+        talking = (time.clock_gettime(clock) - talked) / seconds
+        advisor_share = (after.user + after.system - before.user - before.system) / seconds
+        messages = self.client.counters.reports + self.client.counters.plans - counters.reports - counters.plans
+        bare = self._bare_walk(100, STEP_SECONDS)
+        print(f"counters: {self.client.counters}, window {STATE.queue.window_size}")  # type: ignore[union-attr]
+        records = _records(times, bare, num_nodes)
+        records += _records_of_machine(num_nodes, self._timed(4 * steps, 0.0), self._bare_walk(100, 0.0))
+        for name, value, unit, note in (
+            ("messages_per_s", messages / seconds, "1/s", "reports and plans"),
+            ("talking_thread_cpu_share", talking, "cores", "of the scheduler's process: rows, reports, plans checked"),
+            ("advisor_cpu_share", advisor_share, "cores", "the advisor's process"),
+        ):
+            records.append(results.record(f"{name}/{num_nodes}", value, unit, note=note))
+        return records
+
+    def _timed(self, steps: int, seconds: float) -> Times:
+        """Steps, with other work of so many seconds between them."""
         times = Times()
         for number in _uncollected(steps):
             self.traffic(number)
             times.add(self.step, self.kinds)
-            do_other_work(STEP_SECONDS)
-        seconds, after = time.monotonic() - began, process.cpu_times()
-        advisor_share = (after.user + after.system - before.user - before.system) / seconds
-        messages = self.client.counters.reports + self.client.counters.plans - counters.reports - counters.plans
-        bare = self._bare_walk(100)
-        print(f"counters: {self.client.counters}, window {STATE.queue.window_size}")  # type: ignore[union-attr]
-        return _records(times, bare, num_nodes, messages / seconds, advisor_share)
+            do_other_work(seconds)
+        return times
 
-    def _bare_walk(self, steps: int) -> float:
-        """SGLang's own walk over what a pass looks at."""
+    def _bare_walk(self, steps: int, seconds: float) -> float:
+        """SGLang's own walk over what a pass looks at, microseconds."""
         times, scheduler = Times(), self.scheduler
         whole, window = scheduler.waiting_queue, scheduler.waiting_queue[:SMALL_WINDOW]
         for _ in _uncollected(steps):
             scheduler.waiting_queue = list(window)
             times.add(lambda: _discard(scheduler.walk(lambda *_: True)))
-            do_other_work(STEP_SECONDS)
+            do_other_work(seconds)
         scheduler.waiting_queue = whole
         return float(np.median(times.cpu))
 
@@ -283,6 +298,8 @@ _OTHERS = torch.zeros(64, 64)
 
 def do_other_work(seconds: float) -> None:
     """What the thread does for the rest of a step: SGLang's Python and small tensors, and then it waits for the GPU, awake."""
+    if not seconds:
+        return
     end = time.perf_counter() + seconds
     middle = end - seconds / 2
     while time.perf_counter() < middle:
@@ -299,10 +316,13 @@ def measure_once(work: Callable[[], None]) -> tuple[float, float]:
     return (time.perf_counter_ns() - wall) / 1e3, (time.thread_time_ns() - cpu) / 1e3
 
 
-def _records(times: Times, bare: float, num_nodes: int, rate: float, advisor_share: float) -> list[dict[str, Any]]:
-    # Only a step that admits has a walk of SGLang's in it.
-    added = [cpu - bare * ("admits" in kinds) for cpu, kinds in zip(times.cpu, times.kinds, strict=True)]
-    wall = np.percentile(times.wall, [50, 99])
+def _added(times: Times, bare: float) -> list[float]:
+    """Only a step that admits has a walk of SGLang's in it."""
+    return [cpu - bare * ("admits" in kinds) for cpu, kinds in zip(times.cpu, times.kinds, strict=True)]
+
+
+def _records(times: Times, bare: float, num_nodes: int) -> list[dict[str, Any]]:
+    added, wall = _added(times, bare), np.percentile(times.wall, [50, 99])
     note = f"CPU time of {len(added)} steps; wall p50 {wall[0]:.0f}, p99 {wall[1]:.0f} us; {bare:.0f} us of SGLang's off"
     name = f"loop_added_p99_us/{num_nodes}"
     records = [
@@ -325,8 +345,32 @@ def _records(times: Times, bare: float, num_nodes: int, rate: float, advisor_sha
         for share in (50, 99) if chosen else ():
             metric = f"loop_added_{kind}_p{share}_us/{num_nodes}"
             records.append(results.record(metric, float(np.percentile(chosen, share)), "us", note=f"{len(chosen)} steps: {text}"))
-    records.append(results.record(f"messages_per_s/{num_nodes}", rate, "1/s", note="reports and plans"))
-    records.append(results.record(f"advisor_cpu_share/{num_nodes}", advisor_share, "cores", note="CPU seconds per second"))
+    return records
+
+
+def _records_of_machine(num_nodes: int, warm: Times, bare: float) -> list[dict[str, Any]]:
+    """The same steps one after another, and what the pause between steps does to any code on this machine."""
+    added = _added(warm, bare)
+    note = f"{len(added)} steps one after another, nothing between them; {bare:.0f} us of SGLang's walk taken off"
+    records = [
+        results.record(f"loop_added_back_to_back_p{share}_us/{num_nodes}", float(np.percentile(added, share)), "us", note=note)
+        for share in (50, 99)
+    ]
+    numbers = list(range(20))
+
+    def plain() -> None:
+        for number in numbers:
+            _discard(str(number))
+
+    costs = []
+    for seconds in (0.0, STEP_SECONDS):
+        times = Times()
+        for _ in range(200):
+            times.add(plain)
+            do_other_work(seconds)
+        costs.append(float(np.median(times.cpu)))
+    note = f"40 calls of Python: {costs[0]:.1f} us one after another, {costs[1]:.1f} us once per step"
+    records.append(results.record("machine_slowdown", costs[1] / costs[0], "ratio", note=note))
     return records
 
 
@@ -358,14 +402,16 @@ def _discard(value: object) -> None: ...
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--quick", action="store_true", help="3,000 nodes, 300 steps")
-    quick = parser.parse_args().quick
+    parser.add_argument("--name", default="cpu", help="of the results file: results/scheduler_NAME.json")
+    arguments = parser.parse_args()
+    quick = arguments.quick
     torch.set_num_threads(1)
     num_nodes, steps = (3_000, 300) if quick else (100_000, 1_000)
     records = [*run(num_nodes, 2_000, steps), *advisor_records(num_nodes, 2_000)]
     for entry in records:
         print(f"{entry['metric']:40s} {entry['value']:>10} {entry['unit']:6s} {entry['note']}")
     if not quick:
-        print(results.write("scheduler", "cpu", records))
+        print(results.write("scheduler", arguments.name, records))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ class AdmissionControl:
         self._busy_since: float | None = None
         self._rate = 0.0
         self.refused = 0
+        self.sweep = 0, 0
+        """Where going through the queue has come to: how many requests, and the tokens of those that stay."""
 
     def note_arrived(self, now: float) -> None:
         self._arrived.append(now)

@@ -144,10 +144,10 @@ class OverdueFirst(QueueOrder):
 
     def arrange(self, waiting: Sequence[Waiting], situation: Situation) -> list[int]:
         latest = situation.now - self._theta
-        overdue = [position for position, request in enumerate(waiting) if request.arrived_at <= latest]
-        if not overdue:
+        arrivals = [(request.arrival, position) for position, request in enumerate(waiting) if request.arrived_at <= latest]
+        if not arrivals:
             return self._order.arrange(waiting, situation)
-        overdue.sort(key=lambda position: waiting[position].arrival)
+        overdue = [position for _, position in sorted(arrivals)]
         if len(overdue) == len(waiting):
             return overdue  # the rule where queues are long
         chosen = situation.running.union(*(waiting[position].members for position in overdue))

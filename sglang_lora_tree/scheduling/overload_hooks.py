@@ -28,6 +28,8 @@ from sglang_lora_tree.scheduling.scheduler_hooks import STATE
 
 logger = logging.getLogger(__name__)
 
+LOOKS_PER_STEP = 64
+"""Requests of the queue that one step of the loop looks at; a queue of 2,000 is gone through three times a second."""
 _MESSAGE = "the server is overloaded and the first token would come too late: retry after {} s"
 _RETRY_AFTER = re.compile(r"retry after (\d+) s$")
 _retry_after: ContextVar[list[str] | None] = ContextVar("lora_tree_retry_after", default=None)
@@ -37,27 +39,30 @@ _retry_after: ContextVar[list[str] | None] = ContextVar("lora_tree_retry_after",
 
 
 def refuse_late(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """BEFORE ``Scheduler.get_next_batch_to_run``: those that have just come, and those at the front of the queue."""
+    """BEFORE ``Scheduler.get_next_batch_to_run``: goes through the queue, ``LOOKS_PER_STEP`` at a time."""
     queue = STATE.queue
     if queue is None or queue.control is None or not scheduler.waiting_queue:
         return
-    control, now = queue.control, queue.now
-    refused: dict[int, int] = {}
-    tokens_before = 0
-    for req in scheduler.waiting_queue:
+    control, now, waiting_queue = queue.control, queue.now, scheduler.waiting_queue
+    position, before = control.sweep
+    if position >= len(waiting_queue):
+        position, before = 0, 0
+    leaving: list[tuple[Req, int]] = []
+    for _ in range(LOOKS_PER_STEP):
+        if position >= len(waiting_queue):
+            break
+        req = waiting_queue[position]
         waiting = req.lora_tree_ticket.waiting
         # Who has had a first token already (retracted) is not late any more.
-        seconds = None if req.output_ids else control.retry_after(_tokens_before(control, tokens_before), waiting, now)
+        seconds = None if req.output_ids else control.retry_after(_tokens_before(control, before), waiting, now)
         if seconds is None:
-            tokens_before += waiting.length
+            before += waiting.length
+            position += 1
         else:
-            refused[id(req)] = seconds
-    if not refused:
-        return
-    leaving = [req for req in scheduler.waiting_queue if id(req) in refused]
-    scheduler.waiting_queue = [req for req in scheduler.waiting_queue if id(req) not in refused]
-    for req in leaving:
-        _refuse(scheduler, req, refused[id(req)])
+            leaving.append((waiting_queue.pop(position), seconds))
+    control.sweep = position, before
+    for req, seconds in leaving:
+        _refuse(scheduler, req, seconds)
 
 
 def _tokens_before(control: AdmissionControl, older: int) -> int:

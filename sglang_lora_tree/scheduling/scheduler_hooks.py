@@ -89,7 +89,7 @@ class SchedulerState:
         """The requests that this pass will look at are in their order."""
         assert self.residency is not None
         self.is_ordered = True
-        self.residency.begin_pass(req.rid for req in ordered)
+        self.residency.begin_pass([req.rid for req in ordered])
 
 
 STATE = SchedulerState()

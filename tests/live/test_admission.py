@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -9,9 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import requests
 
 from .conftest import PATIENCE, WIDE, Live, on
-from .judge import Mix, random_prompts
+from .judge import Judge, Mix, random_prompts
+from .server import Answer, Server, generate_body
+
+SLO = 4.0
 
 
 @pytest.fixture
@@ -135,3 +141,64 @@ def test_pinned_adapters_stay(live: Live, others: dict[str, Path]) -> None:
     assert server.tree()["registered"]["pinned"]["tier"] == "gpu"
     assert server.unload("pinned").status_code == 200
     server.check_at_rest()
+
+
+# ---- Overload, by hand: LORA_TREE_LONG=1 pytest tests/live/test_admission.py -k overload ----
+
+
+@pytest.mark.skipif(not os.environ.get("LORA_TREE_LONG"), reason="starts a server of its own; set LORA_TREE_LONG=1")
+@pytest.mark.timeout(900)
+def test_overload_fairness_and_priorities(llama: Path, five: dict[str, Path], small_judge: Judge, tmp_path: Path) -> None:
+    """A server with an SLO, fairness and priorities, of two requests at a time: who would be late gets a 503 that says when
+    to come back, a priority overtakes, and an adapter with few requests is not behind one with many."""
+    settings = {"verify_invariants": True, "ttft_slo_seconds": SLO, "fairness": True}
+    paths = [f"{name}={path}" for name, path in five.items()]
+    arguments = ["--model-path", str(llama), "--skip-tokenizer-init", "--dtype", "float32", "--max-total-tokens", "3000"]
+    arguments += ["--max-running-requests", "2", "--enable-priority-scheduling", "--hicache-ratio", "2"]
+    log = Path(os.environ.get("LORA_TREE_LOGS", str(tmp_path))) / "overload.log"
+    server = Server(log, [*arguments, "--lora-tree", json.dumps(settings), "--lora-paths", *paths], {"OMP_NUM_THREADS": "1"})
+    names = sorted(five)
+    many, few = names[:2]
+    finished: list[tuple[float, str]] = []
+
+    def ask(what: str, name: str, num_new: int, seed: int, priority: int = 0) -> requests.Response:
+        (prompt,) = random_prompts(1, 40, 320, seed)
+        response = server.post("/generate", generate_body([prompt], num_new, [{name: 1.0}], priority=priority))
+        finished.append((time.monotonic(), what))
+        if response.status_code == 200:
+            small_judge.check(prompt, Answer.of(response.json()[0]), {name: 1.0}, num_new)
+        return response
+
+    def order_of(what: str) -> list[int]:
+        return [place for place, (_, other) in enumerate(sorted(finished)) if other == what]
+
+    try:
+        server.wait()
+        with ThreadPoolExecutor(64) as pool:
+            assert ask("first", many, 4, 0).status_code == 200
+            # Priorities: one that comes last, and is served before most of those that wait.
+            finished.clear()
+            low = [pool.submit(ask, "low", many, 24, seed) for seed in range(8)]
+            time.sleep(0.3)
+            high = pool.submit(ask, "high", many, 24, 100, 5)
+            assert [future.result().status_code for future in (*low, high)] == [200] * 9
+            assert order_of("high")[0] <= 5, finished
+            # Fairness: three that come after twelve of another adapter.
+            finished.clear()
+            crowd = [pool.submit(ask, "many", many, 16, seed) for seed in range(12)]
+            time.sleep(0.3)
+            guests = [pool.submit(ask, "few", few, 16, 200 + seed) for seed in range(3)]
+            assert {future.result().status_code for future in (*crowd, *guests)} == {200}
+            assert order_of("few")[-1] < 12, finished
+            # Overload: more than can be served in time.
+            answers = [future.result() for future in [pool.submit(ask, "flood", names[seed % 5], 64, seed) for seed in range(64)]]
+        refused = [answer for answer in answers if answer.status_code != 200]
+        assert 0 < len(refused) < len(answers), "some are served, some are not"
+        for answer in refused:
+            assert answer.status_code == 503 and "overloaded" in answer.text, answer.text
+            assert 1 <= int(answer.headers["Retry-After"]) <= 60
+        assert ask("after", few, 4, 1).status_code == 200
+        assert server.tree()["plans"]["refused"] >= len(refused)
+        server.check_at_rest()
+    finally:
+        server.stop()
