@@ -90,10 +90,10 @@ def exact_rates(
     device = next(model.parameters()).device
     rows = [
         sorted(
-            (corpus.conversation_row([one], [text], [1.0], 0.0) for one, text in zip(*asked, strict=True)),
+            (corpus.conversation_row([one], [text], [1.0], 0.0) for one, text in zip(own, texts, strict=True)),
             key=lambda row: len(row[0]),  # little padding
         )
-        for asked in zip(questions, answers, strict=True)
+        for own, texts in zip(questions, answers, strict=True)
     ]
     count = len(rows[0])
     assert all(len(own) == count for own in rows), "as many questions for every adapter"

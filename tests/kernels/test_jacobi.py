@@ -69,7 +69,8 @@ def test_every_spectrum_settles_and_equals_lapack():
     norms = torch.linalg.matrix_norm(stack).clamp_min(1e-300)[:, None, None]
     sweeps = jacobi.orthogonal_columns(stack / norms)[1]
     assert (sweeps > 0).all(), f"not settled: {[name for name, count in zip(names, sweeps, strict=True) if count < 0]}"
-    assert sweeps.max() <= 20, dict(zip(names, sweeps.tolist(), strict=True))
+    # Without the triangle of the sorted rows it is 17 for 16 x 16, and more than MAX_SWEEPS for 64 x 64.
+    assert sweeps.max() <= (10 if SIZE == 16 else 20), dict(zip(names, sweeps.tolist(), strict=True))
     u, sigma, v = jacobi.svd(stack)
     largest = torch.linalg.svdvals(stack)[:, :1].clamp_min(1e-300)
     for index, name in enumerate(names):
