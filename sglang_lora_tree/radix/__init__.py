@@ -3,5 +3,6 @@
 In: adapters (from ``adapters``) and SGLang's requests. Out: which slots hold which adapter or prefix, on the GPU and in host
 memory, and what must leave when memory is short. Files, from the bottom up: ``identity`` (names of subtrees), ``layout``
 (adapter <-> rows <-> slots), ``leaf_index`` (eviction order), ``tree_core_hooks`` and ``cache_hooks`` (SGLang's tree, with
-our two extra layers), ``residency`` (disk, host, GPU: who is where, and who may come in).
+our two extra layers), ``tiers`` (disk, host, GPU: who is where, and the steps between), ``pins`` and ``residency`` (who may
+come in, and when).
 """

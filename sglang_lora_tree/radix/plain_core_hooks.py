@@ -85,7 +85,7 @@ class PlainNode(UnifiedTreeNode):
     """SGLang's node with room for one component's data, and without links of lists that a plain pool has not."""
 
     def __init__(self, tree_components: tuple[ComponentType, ...], priority: int, usage: Usage) -> None:
-        self.children = {}
+        self.children: dict[Any, UnifiedTreeNode] = {}
         self.parent = None
         self.key = None
         self.component_types = tree_components

@@ -57,7 +57,7 @@ def test_slots_add_up_when_everything_leaves_the_gpu_and_while_an_adapter_is_rea
     assert check_slots(busy_tree)["gpu"] == {"adapter": 0, "mix": 0, "history_kv": 0, "running_kv": 0, "free": 200}
     busy_tree.cache.evict_host(400)
     assert count_adapters(busy_tree.residency) == {"gpu": 0, "loading": 0, "host": 0, "disk": 3}
-    assert busy_tree.residency._start_reading(identity["json"])
+    assert busy_tree.residency.start_reading(identity["json"])
     assert check_slots(busy_tree)["host"]["adapter"] == sizes["json"]
     busy_tree.unload("json")  # while it is read
     assert sum(count_slots(busy_tree.residency)["host"].values()) == busy_tree.cache.host_pool.size
@@ -111,10 +111,10 @@ def test_a_load_under_way_shows(adapter_folders):
 
     with Tree(settings=Settings(delay_loads=5, disk_readers=0)) as tree:
         name = tree.load("math", adapter_folders["math"])
-        assert tree.residency._start_reading(name)
+        assert tree.residency.start_reading(name)
         tree.finish_reads()
         tree.residency.reader.poll()
-        assert tree.residency._ensure_indices(1) and tree.cache.start_swap_in(tree.core.lora_nodes[name])
+        assert tree.residency.ensure_indices(1) and tree.cache.start_swap_in(tree.core.lora_nodes[name])
         assert count_adapters(tree.residency)["loading"] == 1
         assert [node["loading"] for node in list_nodes(tree.residency)["nodes"]] == [False, True]
         tree.settle()

@@ -50,8 +50,8 @@ def finish(tree: Tree, loop: Loop) -> None:
     loop.step()
     tree.settle()
     tree.check()
-    for name in list(tree.residency._pins):
-        tree.residency._unpin(name)
+    for name in list(tree.residency.pins._held):
+        tree.residency.pins.let_go(name)
     tree.check_everything_can_go()
 
 
@@ -333,7 +333,7 @@ def test_a_hold_taken_back_while_its_request_brings_something_in_is_not_lost(mak
     residency = tree.residency
     demand = tree.demand({"a": 0.5, "b": 0.5})
     tree.bring(tree.demand({"b": 1.0}).identity)
-    assert residency._start_reading(tree.demand({"a": 1.0}).identity)
+    assert residency.start_reading(tree.demand({"a": 1.0}).identity)
     tree.finish_reads()
     residency.reader.poll()
     base = tree.cache.allocate_device(4)  # somebody's private slots: b and the free ones are all there is
@@ -582,7 +582,7 @@ def test_a_second_folder_with_the_same_bytes_stands_in_for_a_vanished_one(make_t
 def test_an_adapter_unloaded_while_it_is_read_leaves_nothing(make_tree) -> None:
     tree = make_tree("a")
     identity = tree.demand({"a": 1.0}).identity
-    assert tree.residency._start_reading(identity)
+    assert tree.residency.start_reading(identity)
     tree.check()
     tree.unload("a")
     tree.finish_reads()
@@ -596,7 +596,7 @@ def test_an_adapter_loaded_again_while_a_read_for_its_old_name_fails_is_served(m
     tree = make_tree("")
     shutil.copytree(folder / "a", tmp_path / "old")
     tree.load("a", tmp_path / "old")
-    assert tree.residency._start_reading(tree.demand({"a": 1.0}).identity)
+    assert tree.residency.start_reading(tree.demand({"a": 1.0}).identity)
     tree.unload("a")
     shutil.rmtree(tmp_path / "old")
     tree.load("a", folder / "a", lora_id="a2")

@@ -252,12 +252,12 @@ class Tree:
         """Have adapters on the GPU, as requests for them would."""
         for identity in identities:
             if identity not in self.core.lora_nodes:
-                assert self.residency._start_reading(identity)
+                assert self.residency.start_reading(identity)
                 self.finish_reads()
                 self.residency.reader.poll()
             lora_node = self.core.lora_nodes[identity]
             if not lora_node.is_resident:
-                assert self.residency._ensure_indices(1)
+                assert self.residency.ensure_indices(1)
                 assert self.cache.start_swap_in(lora_node)
                 self.settle()
 
