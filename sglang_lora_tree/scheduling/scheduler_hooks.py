@@ -231,12 +231,14 @@ def run_pass(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     residency, queue = STATE.residency, STATE.queue
     if residency is None or queue is None:
         return original(scheduler, *args, **kwargs)
-    STATE.begin(_will_look(scheduler, *args, **kwargs))
-    result = _walk_queue(original, queue, scheduler, *args, **kwargs) if STATE.will_look else original(scheduler, *args, **kwargs)
+    will_look = _will_look(scheduler, *args, **kwargs)
+    if will_look or STATE.will_look or STATE.is_ordered:  # else the pass before has left nothing behind
+        STATE.begin(will_look)
+    result = _walk_queue(original, queue, scheduler, *args, **kwargs) if will_look else original(scheduler, *args, **kwargs)
     batch = result[0]
     if STATE.is_ordered or batch is not None:
         _note_outcome(residency, queue, scheduler, [] if batch is None else batch.reqs)
-    elif STATE.will_look or len(scheduler.waiting_queue) < STATE.num_left:
+    elif will_look or len(scheduler.waiting_queue) < STATE.num_left:
         # What requests hold that are gone ends all the same. Only those that a pass has looked at hold anything.
         waiting = scheduler.waiting_queue
         residency.begin_pass(req.rid for req in (waiting[:WINDOW] if may_split(scheduler.policy, waiting) else waiting))

@@ -18,9 +18,12 @@ class Eval(Policy):
 
     Args:
         terms: factors of Eq. 6 to keep; fewer for comparisons.
+        per_slot: our change (docs/eval.md): the value is a slot's, and KV that would have to be computed again counts
+            ``RECOMPUTING``-fold, because that delays everybody, where a read or a copy delays one request.
     """
 
     candidates = 32
+    RECOMPUTING = 16.0
 
     def __init__(self, state: RetentionState, terms: frozenset[str] = TERMS, per_slot: bool = False) -> None:
         super().__init__(state)
@@ -42,6 +45,8 @@ class Eval(Policy):
             value *= self.state.cost(node)
         if self._per_slot:
             value /= len(node.key)
+            if not node.usage.is_adapter and (node.evicted or not node.backuped):
+                value *= self.RECOMPUTING
         return math.log(value)
 
     def exact(self, node: Node) -> float:
