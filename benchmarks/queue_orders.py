@@ -246,7 +246,7 @@ def _admit(
     """One pass over the queue."""
     window, rest = queue.split(waiting), waiting
     in_use = {member for request in running for member in request.members}
-    window = queue.arrange(sorted(window, key=arrival_of), Situation(now, frozenset(in_use), tier.gpu))
+    window = queue.arrange(sorted(window, key=arrival_of), Situation(now, frozenset(in_use), tier.gpu), object())
     limit = min(per_batch, settings.cluster_adapters) if settings.queue_order == "clusters" else per_batch
     admitted: list[Request] = []
     tokens = 0

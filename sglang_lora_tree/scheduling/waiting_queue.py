@@ -23,7 +23,7 @@ from sglang_lora_tree.scheduling.orders import QueueOrder, Situation, Waiting, m
 WINDOW = 64
 """Requests of a long queue that one pass looks at, at most; of 128 tokens each, they fill a prefill chunk of 8,192."""
 SMALL_WINDOW = 16
-"""While there is no room for more, which is when queues are long."""
+"""While there is no room for more and age decides, which is when queues are long: looking at more would change nothing."""
 
 
 @dataclass(slots=True)
@@ -194,7 +194,8 @@ class WaitingQueue:
     def note_pass(self, saw_all: bool, found_no_room: bool) -> None:
         """How a pass over the window ended: one that got through all of it will look at more the next time."""
         if found_no_room:
-            self.window_size = SMALL_WINDOW
+            goes_by_age = self.is_fallback or self._arranged_until == math.inf
+            self.window_size = SMALL_WINDOW if goes_by_age else WINDOW
         elif saw_all:
             self.window_size = min(2 * self.window_size, WINDOW)
 

@@ -77,7 +77,8 @@ def test_one_that_was_retracted_and_aborted_is_not_missed() -> None:
 def test_the_window_follows_the_room() -> None:
     queue, requests = make_queue(500)
     queue.want([300, 400])
-    requests = queue.join(sorted(queue.split(requests), key=arrival_of), requests)
+    window = queue.arrange(queue.split(requests), Situation(0.0, frozenset(), frozenset()), 1)
+    requests = queue.join(sorted(window, key=arrival_of), requests)
     queue.note_pass(saw_all=False, found_no_room=True)
     window = queue.split(requests)
     assert numbers(window) == list(range(SMALL_WINDOW))
@@ -91,6 +92,10 @@ def test_the_window_follows_the_room() -> None:
     for _ in range(9):
         queue.note_pass(saw_all=True, found_no_room=False)
     assert queue.window_size == WINDOW
+    queue.order = Counting()
+    queue.arrange(requests[:WINDOW], Situation(0.0, frozenset(), frozenset()), 1)
+    queue.note_pass(saw_all=False, found_no_room=True)
+    assert queue.window_size == WINDOW, "not only age decides"
 
 
 class Counting(Fcfs):
