@@ -90,6 +90,8 @@ class Mirror:
         self._sets += map(tuple, report.sets)
         self._take_requests(np.asarray(report.requests, np.float64).reshape(-1, len(REQUEST_ROW)))
         self._take_nodes(np.asarray(report.nodes, np.float64).reshape(-1, len(NODE_ROW)))
+        if self._batches and self._batches[-1][0] == report.now:
+            self._batches.pop()  # the loop sleeps, and its clock stands still
         self._batches.append((report.now, report.load.running))
         while self._batches[0][0] < report.now - BATCH_SECONDS:
             self._batches.popleft()

@@ -139,6 +139,9 @@ def test_batch_size_is_that_of_the_last_five_seconds() -> None:
     for now, running in ((0.0, 100), (6.0, 10), (8.0, 20)):
         mirror.apply(reports.make(now, dataclasses.replace(LOAD, running=running)))
     assert mirror.batch_size == 15
+    for running in (16, 18, 20):
+        mirror.apply(reports.make(8.0, dataclasses.replace(LOAD, running=running)))
+    assert mirror.batch_size == 15 and len(mirror._batches) == 2, "a loop that sleeps reports the same moment again and again"
 
 
 def test_rates_are_measured() -> None:
