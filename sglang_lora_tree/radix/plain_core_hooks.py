@@ -1,9 +1,9 @@
 """SGLang's python tree core for a plain KV pool alone: the same tree and the same answers, in less time.
 
-Replaces methods of ``sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore`` and
-``sglang.srt.mem_cache.unified_cache.components.full.FullComponent``, whose general form serves several components a node
-(sliding window, Mamba): with one component the validators, partitions and per-component loops fall away. What it gives is
-in docs/tree-benchmark.md. In short:
+Replaces methods of ``sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore``, whose general form serves several
+components a node (sliding window, Mamba): with one component the validators, partitions and per-component loops fall away
+(``plain_node_hooks`` and ``plain_component_hooks`` have the nodes and the component). What it gives is in
+docs/tree-benchmark.md. In short:
 
 * walks compare tokens in place, instead of cutting the rest of the key and of the slots off at every node;
 * victims come from an ordered index (``LeafIndex``) instead of a heap built over every leaf at each call, and one call takes
@@ -12,7 +12,6 @@ in docs/tree-benchmark.md. In short:
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,16 +22,13 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.cache_action import (
     CacheAction,
     ComponentAction,
-    FreeComponentDeviceSlot,
     FreeDeviceKV,
     UpdatePendingBackupOnNodeSplit,
 )
 from sglang.srt.mem_cache.unified_cache.components import (
     BASE_COMPONENT_TYPE,
-    ComponentData,
     ComponentType,
     EvictLayer,
-    FullComponent,
     get_and_increase_time_counter,
 )
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode, _InsertPhase
@@ -41,72 +37,11 @@ from sglang.srt.mem_cache.utils import get_eviction_strategy, split_node_hash_va
 
 from sglang_lora_tree.radix.eval import EvalParameters
 from sglang_lora_tree.radix.leaf_index import CandidateIndex, ClassIndex, LeafIndex
+from sglang_lora_tree.radix.plain_node_hooks import PlainNode, child_key, common_prefix
 from sglang_lora_tree.radix.policies import RetentionPolicy, RetentionState, Stock, Usage
 
-_SHORT = 4096  # tokens up to which comparing arrays is quickest
-_compare_memory = ctypes.PyDLL(None).memcmp
-_compare_memory.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_NO_LINKS: list[UnifiedTreeNode | None] = []
-_ALL, _DEVICE, _HOST = EvictLayer.ALL, EvictLayer.DEVICE, EvictLayer.HOST  # looking a flag up by its class is slow
+_ALL, _DEVICE = EvictLayer.ALL, EvictLayer.DEVICE  # looking a flag up by its class is slow
 _ROOT_PATH_STEP = 0.00001  # a node is a little older than the one below it, as in SGLang's own walk
-
-
-def child_key(key: RadixKey, offset: int, page_size: int) -> Any:
-    """``RadixKey.child_key_at``, without its checks in the usual case."""
-    if page_size > 1 or key.is_bigram or key.cache_salt is not None:
-        return key.child_key_at(offset, page_size)
-    token = key.token_ids[offset]
-    return token if key.extra_key is None else (key.extra_key, token)
-
-
-def common_prefix(edge: RadixKey, key: RadixKey, offset: int, page_size: int) -> int:
-    """Tokens that ``edge`` shares with ``key`` from ``offset`` on, in whole pages; ``RadixKey.match_at`` with less copying."""
-    left, right = edge.token_ids, key.token_ids
-    if edge.is_bigram or key.is_bigram or left.itemsize != 8 or right.itemsize != 8:
-        return edge.match_at(key, offset, page_size)
-    length = min(len(edge), len(key) - offset)
-    # Most edges match whole, and comparing arrays is quickest for the short ones.
-    if length <= _SHORT and length == len(left) and left == right[offset : offset + length]:
-        return length // page_size * page_size
-    ours, theirs = left.buffer_info()[0], right.buffer_info()[0] + 8 * offset
-    if length > _SHORT and not _compare_memory(ours, theirs, 8 * length):
-        return length // page_size * page_size
-    low, high = 0, length + 1  # the first difference, if any, is in low ... high - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _compare_memory(ours + 8 * low, theirs + 8 * low, 8 * (middle - low)):
-            high = middle
-        else:
-            low = middle
-    return low // page_size * page_size
-
-
-class PlainNode(UnifiedTreeNode):
-    """SGLang's node with room for one component's data, and without links of lists that a plain pool has not."""
-
-    def __init__(self, tree_components: tuple[ComponentType, ...], priority: int, usage: Usage) -> None:
-        self.children: dict[Any, UnifiedTreeNode] = {}
-        self.parent = None
-        self.key = None
-        self.component_types = tree_components
-        self.component_data = [ComponentData()]
-        # SGLang's clock gives numpy scalars, which compare several times slower than floats.
-        self.last_access_time = float(get_and_increase_time_counter())
-        self.creation_time = float(get_and_increase_time_counter())
-        self.hash_value = None
-        self.event_hash_value = None
-        self.hit_count = 0
-        self._tlru_cached_prefix_len = 0
-        self._tlru_history_len = 0
-        self.external_cache_stored = False
-        self.priority = priority
-        self.lru_prev = self.lru_next = _NO_LINKS
-        self.id = UnifiedTreeNode.counter
-        UnifiedTreeNode.counter += 1
-        self.write_through_pending_id = None
-        self.load_back_pending_id = None
-        self.rotation_base = None
-        self.usage = usage
 
 
 class PlainTreeCore(UnifiedTreeCore):
@@ -488,84 +423,3 @@ class PlainTreeCore(UnifiedTreeCore):
             and data.lock_ref == 0
             and node is not self.root_node
         )
-
-
-class PlainComponent(FullComponent):
-    """SGLang's component for plain KV, with victims from the ordered index."""
-
-    tree_core: PlainTreeCore
-
-    def evict_component(
-        self,
-        node: UnifiedTreeNode,
-        device_frees: dict[ComponentType, list[torch.Tensor]],
-        host_frees: dict[ComponentType, list[torch.Tensor]],
-        cache_actions: list[Any],
-        target: EvictLayer = EvictLayer.DEVICE,
-    ) -> tuple[int, int]:
-        data = node.component_data[self.component_type]
-        freed = host_freed = 0
-        # Layers are compared by identity: a flag's "in" costs more than the rest of this.
-        if target is not _HOST and data.value is not None:
-            self.tree_core.policy.on_evict(node)
-            device_frees[self.component_type].append(data.value)
-            freed = data.value.numel()
-            self.tree_core.component_evictable_size_[self.component_type] -= freed
-        if target is not _DEVICE and data.host_value is not None:
-            host_freed = data.host_value.numel()
-            host_frees[self.component_type].append(data.host_value)
-            data.host_value = None
-        return freed, host_freed
-
-    def _evict_device_start(self, request_cnt: int) -> None:
-        self._evict_device_request_cnt = request_cnt
-        self._evict_device_last_node = None
-        self._evict_device_heap: list[Any] = []
-        self._offered: list[UnifiedTreeNode] = []
-
-    def _evict_device_next_node(
-        self,
-        tracker: dict[ComponentType, int],
-        device_frees: dict[ComponentType, list[torch.Tensor]],
-        host_frees: dict[ComponentType, list[torch.Tensor]],
-        cache_actions: list[Any],
-    ) -> int | None:
-        if tracker[self.component_type] >= self._evict_device_request_cnt:
-            return None
-        node = self.tree_core.evictable_device_leaves.pop_lowest()
-        if node is None:
-            return None
-        self._offered.append(node)
-        return node.id
-
-    def _evict_device_end(self) -> None:
-        for node in self._offered:  # the cache may have declined some
-            self.tree_core.evictable_device_leaves.refresh(node)
-        self._offered = []
-        self.tree_core.evictable_device_leaves.end_round()
-
-    def drive_host_eviction(
-        self,
-        num_tokens: int,
-        tracker: dict[ComponentType, int],
-        device_frees: dict[ComponentType, list[torch.Tensor]],
-        host_frees: dict[ComponentType, list[torch.Tensor]],
-        cache_actions: list[Any],
-    ) -> None:
-        while tracker[self.component_type] < num_tokens:
-            node = self.tree_core.evictable_host_leaves.pop_lowest()
-            if node is None:
-                break
-            self.tree_core._evict_host_leaf(node, tracker, device_frees, host_frees, cache_actions=cache_actions)
-        self.tree_core.evictable_host_leaves.end_round()
-
-    # One tensor of slots instead of one per victim: a pool takes as long for one slot as for hundreds.
-
-    def free_host_values(self, host_values: list[torch.Tensor]) -> None:
-        if self._full_kv_pool_host is not None:
-            super().free_host_values([torch.cat(host_values)] if len(host_values) > 1 else host_values)
-
-    def apply_component_action(self, action: ComponentAction) -> None:
-        if isinstance(action, FreeComponentDeviceSlot) and len(action.indices) > 1:
-            action = FreeComponentDeviceSlot([torch.cat(action.indices)], component_type=action.component_type)
-        super().apply_component_action(action)

@@ -43,7 +43,8 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
 from sglang_lora_tree.radix.identity import BASE_IDENTITY, identity_of
 from sglang_lora_tree.radix.leaf_index import CandidateIndex
-from sglang_lora_tree.radix.plain_core_hooks import PlainComponent, PlainTreeCore
+from sglang_lora_tree.radix.plain_component_hooks import PlainComponent
+from sglang_lora_tree.radix.plain_core_hooks import PlainTreeCore
 
 TREE_CORE_NAME = "lora_tree"
 
