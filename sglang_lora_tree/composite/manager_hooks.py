@@ -255,7 +255,7 @@ class TreeLoRAManager(LoRAManager):
         members = self._members_of.get(identity)
         if members is None:
             indices = [residency.index_of(member) for member in weighted.demand.members]
-            members = self._members_of[identity] = np.array([indices, weighted.weights], dtype=np.float64).T
+            members = self._members_of[identity] = np.column_stack((indices, weighted.weights)).astype(np.float64)
         return members
 
 
