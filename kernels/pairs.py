@@ -146,11 +146,7 @@ class Pairs:
         ):
             if value > limit:
                 raise ValueError(f"a batch of {value} {name} is above the {limit} that were allocated")
-        if set(map(type, members)) == {np.ndarray}:
-            flat = np.frombuffer(b"".join(members)).reshape(num_pairs, 2)  # type: ignore[arg-type]  # concatenate: 8x as long
-        else:
-            numbers = chain.from_iterable(chain.from_iterable(members))
-            flat = np.fromiter(numbers, dtype=np.float64, count=2 * num_pairs).reshape(num_pairs, 2)
+        flat = _flatten(members).reshape(num_pairs, 2)
         adapters, weights = flat[:, 0].astype(np.int64), flat[:, 1]
 
         self.num_tokens = num_tokens
@@ -248,6 +244,18 @@ def _equal(batch: Batch, other: Batch) -> bool:
         a is b or (not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray) and a == b)
         for a, b in zip(batch[1], other[1], strict=True)
     )
+
+
+def _flatten(members: Sequence[Members]) -> np.ndarray:
+    """float64: adapter, weight, adapter, weight, ... of all mixes."""
+    if set(map(type, members)) != {np.ndarray}:
+        return np.fromiter(chain.from_iterable(chain.from_iterable(members)), dtype=np.float64)
+    if {mix.dtype for mix in members} == {np.dtype(np.float64)}:  # type: ignore[union-attr]
+        try:
+            return np.frombuffer(b"".join(members))  # type: ignore[arg-type]  # an eighth of what np.concatenate takes
+        except BufferError:  # an array is not contiguous
+            pass
+    return np.concatenate(members).astype(np.float64)
 
 
 def _distinct(numbers: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -141,3 +142,28 @@ def test_too_large_a_batch_is_refused(seg_lens, members, named):
     pairs = Pairs.allocate(make_table(), 3, 50, 3)
     with pytest.raises(ValueError, match=named):
         pairs.update(seg_lens, members)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda mix: np.array(mix, dtype=np.float64),
+        lambda mix: np.asfortranarray(np.array(mix, dtype=np.float64)),
+        lambda mix: np.array(mix, dtype=np.float32),
+        lambda mix: tuple(mix),
+    ],
+    ids=["rows", "columns", "float32", "tuple"],
+)
+def test_mixes_may_come_in_any_form(form):
+    mixes = [[(9, 0.5), (6, 0.25)], [(2, -1.0)]]
+    pairs, other = (Pairs.allocate(make_table(), MAX_BS, MAX_TOKENS, MAX_MEMBERS) for _ in range(2))
+    pairs.update([1, 2], mixes)
+    other.update([1, 2], [form(mix) for mix in mixes])
+    assert read(other) == read(pairs)
+
+
+def test_an_empty_request_does_not_hide_a_long_one():
+    """As many tokens as requests, but not one each."""
+    pairs = Pairs.allocate(make_table(), MAX_BS, MAX_TOKENS, MAX_MEMBERS)
+    pairs.update([0, 2], [[(1, 1.0)], [(2, 0.5)]])
+    assert read(pairs) == {0: [(2, 0, 0.5)], 1: [(2, 0, 0.5)]}
