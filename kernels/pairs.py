@@ -253,7 +253,7 @@ def _flatten(members: Sequence[Members]) -> np.ndarray:
     if {mix.dtype for mix in members} == {np.dtype(np.float64)}:  # type: ignore[union-attr]
         try:
             return np.frombuffer(b"".join(members))  # type: ignore[arg-type]  # an eighth of what np.concatenate takes
-        except BufferError:  # an array is not contiguous
+        except TypeError:  # an array is not contiguous
             pass
     return np.concatenate(members).astype(np.float64)
 
