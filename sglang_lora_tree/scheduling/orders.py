@@ -62,9 +62,16 @@ class QueueOrder:
         """
         return math.inf
 
+    def goes_by_age(self, waiting: Sequence[Waiting], situation: Situation) -> bool:
+        """Whether the oldest go first and nothing else counts, so that younger ones need not be looked at."""
+        return False
+
 
 class Fcfs(QueueOrder):
     """As they came; with ``--schedule-policy lpm``, as SGLang orders them."""
+
+    def goes_by_age(self, waiting: Sequence[Waiting], situation: Situation) -> bool:
+        return True
 
     def arrange(self, waiting: Sequence[Waiting], situation: Situation) -> list[int]:
         return list(range(len(waiting)))
@@ -160,6 +167,10 @@ class OverdueFirst(QueueOrder):
         latest = situation.now - self._theta
         overdue_at = [request.arrived_at + self._theta for request in waiting if request.arrived_at > latest]
         return min(overdue_at, default=math.inf)
+
+    def goes_by_age(self, waiting: Sequence[Waiting], situation: Situation) -> bool:
+        latest = situation.now - self._theta
+        return all(request.arrived_at <= latest for request in waiting)
 
 
 def make_order(settings: Settings) -> QueueOrder:

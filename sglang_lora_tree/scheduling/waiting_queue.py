@@ -81,6 +81,7 @@ class WaitingQueue:
         """... what it was found for, besides requests and time..."""
         self._arranged_until = -math.inf
         """... and until when it is right."""
+        self._goes_by_age = False
 
     def take_ticket(self, members: Iterable[str], length: int = 0) -> Ticket:
         """Number a request that has just come; every rank sees requests in one order."""
@@ -194,8 +195,7 @@ class WaitingQueue:
     def note_pass(self, saw_all: bool, found_no_room: bool) -> None:
         """How a pass over the window ended: one that got through all of it will look at more the next time."""
         if found_no_room:
-            goes_by_age = self.is_fallback or self._arranged_until == math.inf
-            self.window_size = SMALL_WINDOW if goes_by_age else WINDOW
+            self.window_size = SMALL_WINDOW if self.is_fallback or self._goes_by_age else WINDOW
         elif saw_all:
             self.window_size = min(2 * self.window_size, WINDOW)
 
@@ -214,6 +214,7 @@ class WaitingQueue:
         arranged = [requests[position] for position in self.order.arrange(waiting, situation)]
         self._arranged = arranged
         self._arranged_for = version
+        self._goes_by_age = self.order.goes_by_age(waiting, situation)
         self._arranged_until = -math.inf if version is None else self.order.right_until(waiting, situation)
         return list(arranged)
 

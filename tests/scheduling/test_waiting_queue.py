@@ -110,6 +110,9 @@ class Counting(Fcfs):
     def right_until(self, waiting: Sequence[Waiting], situation: Situation) -> float:
         return situation.now + 1.0
 
+    def goes_by_age(self, waiting: Sequence[Waiting], situation: Situation) -> bool:
+        return False
+
 
 def test_an_order_is_looked_for_when_something_has_changed() -> None:
     queue, requests = make_queue(500)
