@@ -30,7 +30,7 @@ from stacked_lora import StackedLinear, exact_rates, linear_paths, new_factors, 
 from torch import Tensor, nn
 
 RANK, LENGTH, BATCH, STEPS, RATE = 48, 160, 16, 3000, 2e-3
-DECAYS = (0.0, 1.0, 3.0)
+DECAYS = (0.0, 1.0, 4.0)
 ROWS = 24_000
 """Different rows of text per task."""
 COUNT = 200
