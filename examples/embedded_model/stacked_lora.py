@@ -105,4 +105,4 @@ def exact_rates(
         asked = torch.tensor([weights + [0.0] * (length - len(weights)) for _, weights in some]).to(device)[:, 1:] > 0
         best = model(input_ids=ids[:, :-1], use_cache=False).logits.argmax(-1)
         right += ((best == ids[:, 1:]) | ~asked).all(dim=1).view(len(rows), -1).sum(1)
-    return (right / count).tolist()
+    return (right.double() / count).tolist()
