@@ -153,3 +153,35 @@ def test_another_order_takes_over_little_by_little() -> None:
         index.refresh(nodes[0])
     assert most <= 200
     assert [index.pop_lowest() for _ in nodes] == nodes[::-1]
+
+
+def test_the_order_is_exact_while_a_heap_is_retired() -> None:
+    index = LeafIndex(lambda node: node.priority)
+    nodes = [Node(number, number) for number in range(1_000)]
+    for node in nodes:
+        index.add(node)
+    highest = nodes[-1]
+    while not index._retired:
+        index.refresh(highest)  # entries that count no longer, until there are too many
+    assert len(index._heap) < 10, "the new heap has hardly begun"
+    highest.priority = -1
+    index.refresh(highest)
+    assert [index.pop_lowest() for _ in nodes] == [highest, *nodes[:-1]]
+    newest = Node(2_000, 500)
+    index.add(newest)
+    assert index.pop_lowest() is newest and index.pop_lowest() is None
+
+
+def test_a_late_comer_does_not_overtake_what_a_retired_heap_holds() -> None:
+    index = LeafIndex(lambda node: node.priority)
+    nodes = [Node(number, number) for number in range(1_000)]
+    for node in nodes:
+        index.add(node)
+    while not index._retired:
+        index.refresh(nodes[-1])
+    for node in nodes[:8]:
+        index.discard(node)  # the entries that were taken over already
+    middle = Node(2_000, 50)
+    index.add(middle)
+    index.discard(nodes[8])
+    assert [index.pop_lowest() for _ in range(45)] == [*nodes[9:51], middle, nodes[51], nodes[52]]
