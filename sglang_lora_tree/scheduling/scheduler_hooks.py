@@ -269,10 +269,7 @@ def _will_look(
 def _walk_queue(original: Callable[..., Any], queue: WaitingQueue, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """SGLang's own pass, over the window of the queue or, where SGLang orders all of it, over all."""
     if not may_split(scheduler.policy, scheduler.waiting_queue):
-        result = original(scheduler, *args, **kwargs)
-        if STATE.is_ordered:
-            queue.note_unsplit()
-        return result
+        return original(scheduler, *args, **kwargs)
     rest = scheduler.waiting_queue
     STATE.is_split = True
     scheduler.waiting_queue = queue.split(rest)
@@ -294,6 +291,8 @@ def _note_outcome(residency: Residency, queue: WaitingQueue, scheduler: Any, adm
         residency.note_rejected(req.rid, not admitted and scheduler.running_batch.is_empty())
     if STATE.is_split:
         queue.note_pass(STATE.num_looked_at >= STATE.num_window, bool(rejected))
+    elif STATE.is_ordered:
+        queue.note_unsplit()
     _abort_failed(scheduler)
     STATE.adder = None
 

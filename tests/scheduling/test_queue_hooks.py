@@ -179,6 +179,18 @@ def test_a_full_batch_costs_nothing_and_aborted_requests_lose_their_holds(reside
     one_pass()
     assert len(residency.passes) == 2, "there was room, and nobody was looked at"
 
+    def looks_all_the_same(scheduler: Any, running_batch: Any) -> tuple[Any, Any]:
+        queue_hooks.order_queue(lambda *_: None, scheduler.policy, scheduler.waiting_queue)
+        return None, running_batch
+
+    full.batch_is_full = True
+    scheduler.waiting_queue.append(ask("a"))
+    scheduler_hooks.run_pass(looks_all_the_same, scheduler, running_batch=full)
+    assert names(scheduler.waiting_queue)[0] == "a"
+    assert STATE.queue is not None
+    window = STATE.queue.split(scheduler.waiting_queue)
+    assert [req.rid for req in window] == sorted((req.rid for req in window), key=lambda rid: int(rid[1:])), "sorted anew"
+
 
 def drain(waiting: list[Any], running: list[Any], max_loras: int = 2) -> dict[str, str]:
     """Which adapter drains for which, through SGLang's drainer with our hooks."""
