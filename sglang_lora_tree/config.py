@@ -80,7 +80,7 @@ class Settings:
     auto: that, if it says other than lru, else the best that was measured (docs/eval.md)."""
     look_ahead: bool = True
     """Whether what waiting requests will use counts as used when they come."""
-    eval_tau_seconds: float = 60.0
+    eval_tau_seconds: float = 10.0
     """Unit of the time since the last use in Eval (ELORA Eq. 5)."""
     eval_visit_window_seconds: float = 300.0
     """After so long a visit counts 1/e in Eval's visit probabilities."""
