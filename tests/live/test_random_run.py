@@ -28,7 +28,7 @@ from .judge import Mix, random_prompts
 from .server import generate_body, wait_until
 from .test_exactness import mixes_of
 
-SECONDS = float(os.environ.get("LORA_TREE_LONG_RUN", 60))
+SECONDS = float(os.environ.get("LORA_TREE_LONG_RUN", 30))
 
 
 class Run:
