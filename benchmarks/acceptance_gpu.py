@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks import results
+from benchmarks.llama8b import write_adapter, write_config
 from benchmarks.server import Server
 from tests.models import ALL_LINEAR, Oracle, make_adapters, make_llama
 
@@ -221,12 +222,12 @@ def bf16_error(work: Path) -> Records:
 
 def llama8b(work: Path) -> Records:
     """Llama-3-8B's shape, random weights, bf16: 32 requests of 256 + 128 tokens, base, 8 adapters, mixes of 3."""
-    folder = make_llama8b_config(work / "llama8b")
+    folder = write_config(work / "llama8b")
     adapters = {f"x{index}": write_adapter(work / f"x{index}", index) for index in range(8)}
     options = ["--model-path", str(folder), "--load-format", "dummy", "--skip-tokenizer-init", "--lora-tree"]
     options += ["--dtype", "bfloat16", "--attention-backend", "triton", "--sampling-backend", "pytorch"]
     options += ["--cuda-graph-max-bs-decode", "32", "--cuda-graph-backend-prefill", "disabled"]
-    options += ["--max-total-tokens", "40000", "--hicache-ratio", "4", "--mem-fraction-static", "0.6"]
+    options += ["--max-total-tokens", "40000", "--mem-fraction-static", "0.6"]
     options += ["--lora-paths", *(f"{name}={path}" for name, path in adapters.items())]
     rng = random.Random(5)
     names = list(adapters)
@@ -272,59 +273,6 @@ def run_32(server: Server, rng: random.Random, choose: Callable[[int], Mix | Non
         )
     assert all(len(answer["output_ids"]) == num_new for answer in answers)
     return 32 * num_new / (time.monotonic() - start)
-
-
-def make_llama8b_config(folder: Path) -> Path:
-    """Only a config: the server makes random weights (``--load-format dummy``)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
-        "tie_word_embeddings": False,
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def write_adapter(folder: Path, seed: int, rank: int = 16) -> Path:
-    """A random rank-16 adapter of the 8B shape on all linear layers, without building the model."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(seed)
-    widths = {
-        "self_attn.q_proj": (4096, 4096),
-        "self_attn.k_proj": (4096, 1024),
-        "self_attn.v_proj": (4096, 1024),
-        "self_attn.o_proj": (4096, 4096),
-        "mlp.gate_proj": (4096, 14336),
-        "mlp.up_proj": (4096, 14336),
-        "mlp.down_proj": (14336, 4096),
-    }
-    tensors = {}
-    for layer in range(32):
-        for name, (d_in, d_out) in widths.items():
-            key = f"base_model.model.model.layers.{layer}.{name}"
-            tensors[f"{key}.lora_A.weight"] = (torch.randn(rank, d_in, generator=generator) / d_in**0.5).bfloat16()
-            tensors[f"{key}.lora_B.weight"] = (torch.randn(d_out, rank, generator=generator) * 0.01).bfloat16()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ALL_LINEAR, "task_type": "CAUSAL_LM"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
 
 
 FLOAT32 = {

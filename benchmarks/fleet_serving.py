@@ -31,7 +31,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks import results
-from benchmarks.acceptance_gpu import make_llama8b_config
+from benchmarks.llama8b import write_config
 from benchmarks.server import Server
 from sglang_lora_tree.adapters.base_shape import MODULE_PATHS, BaseShape
 from sglang_lora_tree.fleet.compress import Settings, compress
@@ -91,7 +91,7 @@ def write_adapter(folder: Path, base: BaseShape, rank: int, seed: int, device: s
 
 def measure(work: Path, out: Path, machine: str, scale: Scale, cases: Sequence[str]) -> list[dict[str, Any]]:
     start = time.monotonic()
-    model = scale.model or make_llama8b_config(work / "model")
+    model = scale.model or write_config(work / "model")
     base = BaseShape.from_folder(model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     originals = [write_adapter(work / f"x{index}", base, scale.rank, index, device) for index in range(scale.num_adapters)]

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-from benchmarks.acceptance_gpu import make_llama8b_config, write_adapter
+from benchmarks.llama8b import write_adapter, write_config
 from benchmarks.server import Server
 
 Mix = Mapping[str, float]
@@ -105,7 +105,7 @@ def measure(server: Server, case: Case | None, prefill: bool) -> list[float]:
 
 def make_servers(work: Path) -> dict[str, Server]:
     """Base model, without and with prefill graphs, SGLang's two backends, and ours; same settings."""
-    model = make_llama8b_config(work / "llama8b")
+    model = write_config(work / "llama8b")
     with ThreadPoolExecutor(12) as pool:
         todo = [(rank, index) for rank, count in ADAPTERS.items() for index in range(count)]
         list(pool.map(lambda job: write_adapter(work / f"r{job[0]}_{job[1]}", 100 * job[0] + job[1], job[0]), todo))
@@ -162,8 +162,9 @@ def serve(work: Path, names: Sequence[str] | None, server_names: Sequence[str], 
                         except (RuntimeError, OSError) as error:
                             print(f"{name} {case.name}: {error}", flush=True)
                 write(make_records(chosen, rates))
-            rates["base", label] += measure(servers["base"], None, case_prefill)
-            print("base", label, [round(rate) for rate in rates["base", label]], flush=True)
+            if "base" in up:
+                rates["base", label] += measure(servers["base"], None, case_prefill)
+                print("base", label, [round(rate) for rate in rates["base", label]], flush=True)
     return make_records(chosen, rates)
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.pool_host import mha
 
-from benchmarks import results
+from benchmarks import llama8b, results
 from benchmarks.standalone_cache import build_cache
 from sglang_lora_tree.adapters.adapter import Adapter, AdapterModule
 from sglang_lora_tree.adapters.base_shape import BaseShape
@@ -59,21 +59,7 @@ class Scale:
     dtype: torch.dtype
 
 
-LLAMA_8B = Scale(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-    rank=16,
-    pool_slots=40_000,
-    host_slots=160_000,
-    dtype=torch.bfloat16,
-)
+LLAMA_8B = Scale(llama8b.CONFIG, rank=16, pool_slots=40_000, host_slots=160_000, dtype=torch.bfloat16)
 SMALL = Scale(
     {
         "architectures": ["LlamaForCausalLM"],
@@ -136,7 +122,7 @@ def make_adapter(base: BaseShape, rank: int, dtype: torch.dtype, seed: int) -> A
     return Adapter(f"adapter {seed}", f"{seed:064x}", modules)
 
 
-class Tiers:
+class Process:
     """One scheduler process's pools, tree and residency, with adapters in host memory and none on the GPU."""
 
     def __init__(self, scale: Scale, adapters: list[Adapter], page_size: int, device: str) -> None:
@@ -229,9 +215,9 @@ class Tiers:
 
 
 @contextmanager
-def copying(tiers: Tiers, variant: Variant) -> Iterator[None]:
+def copying(process: Process, variant: Variant) -> Iterator[None]:
     """Have HiCache copy as ``variant`` says."""
-    controller = tiers.cache.cache_controller
+    controller = process.cache.cache_controller
     engine = controller.l2_transfer_engine
     before, kernels = controller.io_backend, {name: getattr(mha, name) for name in _COPY_KERNELS if hasattr(mha, name)}
     controller.io_backend = engine.io_backend = variant.backend
@@ -246,18 +232,18 @@ def copying(tiers: Tiers, variant: Variant) -> Iterator[None]:
             setattr(mha, name, kernel)
 
 
-def measure(tiers: Tiers, variant: Variant, rounds: int, limit: str | None) -> dict[str, Any]:
+def measure(process: Process, variant: Variant, rounds: int, limit: str | None) -> dict[str, Any]:
     """The record of one way to copy."""
-    with copying(tiers, variant):
-        tiers.bring()  # kernels are compiled; and the rows are what they should be
-        tiers.check()
-        tiers.evict()
+    with copying(process, variant):
+        process.bring()  # kernels are compiled; and the rows are what they should be
+        process.check()
+        process.evict()
         runs = []
         for _ in range(rounds):
-            runs.append(tiers.bring())
-            tiers.evict()
+            runs.append(process.bring())
+            process.evict()
     seconds, num_bytes, started = (statistics.median(run[field] for run in runs) for field in range(3))
-    copy = copy_rate(int(num_bytes), tiers.device)
+    copy = copy_rate(int(num_bytes), process.device)
     rates = sorted(moved / lasted / 1e9 for lasted, moved, _ in runs)
     note = (
         f"one load operation of {num_bytes / 1e6:.0f} MB, start event to finish event; {rounds} rounds, slowest {rates[0]:.3g}, "
@@ -306,21 +292,21 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     base = BaseShape.from_hf_config(scale.config)
     adapters = [make_adapter(base, scale.rank, scale.dtype, seed) for seed in range(NUM_ADAPTERS)]
     records: list[dict[str, Any]] = []
-    tiers: Tiers | None = None
+    process: Process | None = None
     for variant in CPU_VARIANTS if device == "cpu" else GPU_VARIANTS:
-        if tiers is None or tiers.cache.page_size != variant.page_size:
-            if tiers is not None:
-                tiers.close()
-                del tiers
-            tiers = Tiers(scale, adapters, variant.page_size, device)
+        if process is None or process.cache.page_size != variant.page_size:
+            if process is not None:
+                process.close()
+                del process
+            process = Process(scale, adapters, variant.page_size, device)
         begin = time.monotonic()
         # The limit is for what the server does unless told otherwise.
         limit = LIMIT if variant == Variant() and not options.small else None
-        records.append(measure(tiers, variant, options.rounds, limit))
+        records.append(measure(process, variant, options.rounds, limit))
         print(f"{variant.name}: {time.monotonic() - begin:.0f} s", flush=True)
         results.write("swap_in", machine, records, options.out)
-    if tiers is not None:
-        tiers.close()
+    if process is not None:
+        process.close()
     print(results.table(records))
     return records
 

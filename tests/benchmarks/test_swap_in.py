@@ -25,11 +25,11 @@ def test_wrong_rows_are_found():
     scale = swap_in.SMALL
     base = BaseShape.from_hf_config(scale.config)
     adapters = [swap_in.make_adapter(base, scale.rank, scale.dtype, seed) for seed in range(2)]
-    tiers = swap_in.Tiers(scale, adapters, page_size=1, device="cpu")
-    tiers.bring()
-    tiers.check()
-    slots = tiers.cache.tree_core.lora_nodes[tiers.demand.members[1]].device_slots
-    tiers.cache.pool.v_buffer[-1][slots[-1]] = torch.nan
+    process = swap_in.Process(scale, adapters, page_size=1, device="cpu")
+    process.bring()
+    process.check()
+    slots = process.cache.tree_core.lora_nodes[process.demand.members[1]].device_slots
+    process.cache.pool.v_buffer[-1][slots[-1]] = torch.nan
     with pytest.raises(AssertionError, match="adapter 1: wrong rows in layer 1"):
-        tiers.check()
-    tiers.close()
+        process.check()
+    process.close()

@@ -1,0 +1,64 @@
+"""Llama-3-8B's shape with random weights, and adapters for it: what the GPU benchmarks serve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+"""As Hugging Face writes it."""
+
+
+def write_config(folder: Path) -> Path:
+    """Only a config: the server makes random weights (``--load-format dummy``)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def write_adapter(folder: Path, seed: int, rank: int = 16) -> Path:
+    """A random adapter on all linear layers, without building the model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    widths = {
+        "self_attn.q_proj": (4096, 4096),
+        "self_attn.k_proj": (4096, 1024),
+        "self_attn.v_proj": (4096, 1024),
+        "self_attn.o_proj": (4096, 4096),
+        "mlp.gate_proj": (4096, 14336),
+        "mlp.up_proj": (4096, 14336),
+        "mlp.down_proj": (14336, 4096),
+    }
+    tensors = {}
+    for layer in range(32):
+        for name, (d_in, d_out) in widths.items():
+            key = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{key}.lora_A.weight"] = (torch.randn(rank, d_in, generator=generator) / d_in**0.5).bfloat16()
+            tensors[f"{key}.lora_B.weight"] = (torch.randn(d_out, rank, generator=generator) * 0.01).bfloat16()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    modules = [name.rpartition(".")[2] for name in widths]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
