@@ -24,7 +24,8 @@ from hypothesis.stateful import (
 
 from sglang_lora_tree.config import Settings
 
-from .tree import Loop, Tree, write_adapter
+from .loop import Loop
+from .tree import Tree, write_adapter
 
 EXAMPLES = int(os.environ.get("LORA_TREE_EXAMPLES", "60"))
 """Per page size. Raise it to search longer."""
