@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
@@ -45,15 +46,15 @@ class Situation:
     """Adapters on the GPU, or on their way there."""
 
 
-class QueueOrder:
+class QueueOrder(ABC):
     """An order of the waiting queue, to start from."""
 
     needs_running = False
     """Whether it looks at ``Situation.running``, which takes time to put together. What runs is resident in any case."""
 
+    @abstractmethod
     def arrange(self, waiting: Sequence[Waiting], situation: Situation) -> list[int]:
         """Positions in ``waiting``, each once, the first to be looked at first."""
-        raise NotImplementedError
 
     def right_until(self, waiting: Sequence[Waiting], situation: Situation) -> float:
         """When the answer for the same requests and the same situation may be another only because time has passed.

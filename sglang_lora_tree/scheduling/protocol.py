@@ -5,9 +5,10 @@
     advisor -> scheduler    Resync   "I have missed something": everything is reported again, little by little
     entry rank -> ranks     Step     the clock, and a plan if there is one; rides on SGLang's broadcast of requests
 
-Messages are JSON (orjson) with a version and a kind; a report's rows follow as float64 after a line feed, because the loop can
-write a hundred of them in the time that JSON takes for ten. Whatever does not parse to exactly one of these is a ValueError,
-for the receiver to count and drop. Times are seconds of the entry rank's clock since its scheduler started.
+Messages are JSON (orjson) with a version and a kind; a report's rows follow as float64 after a line feed, because a hundred of
+them are written in the time that JSON takes for ten, and the thread that writes shares the interpreter with the loop. Whatever
+does not parse to exactly one of these is a ValueError, for the receiver to count and drop. Times are seconds of the entry
+rank's clock since its scheduler started.
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ def _list(body: Mapping[str, Any], name: str, parse: Callable[[Any, str], Any], 
 
 
 def _counts(body: dict[str, Any], name: str) -> tuple[int, ...]:
-    """As ``_list`` of ``_count``, without a call per value: the loop parses plans."""
+    """As ``_list`` of ``_count``, without a call per value: the thread that parses plans shares the interpreter with the loop."""
     values = body[name]
     are_counts = isinstance(values, list) and set(map(type, values)) <= {int} and min(values, default=0) >= 0
     if not are_counts or len(values) > MAX_NAMED:
