@@ -202,7 +202,8 @@ class Residency(Tiers):
             self.counters.cold_starts += 1
             self.counters.cold_start_seconds += seconds
             self.on_cold_start(seconds)
-        for identity in () if demand is None else {demand.identity, *demand.members}:
+        # In one order: what policies learn depends on it, and sets of strings have another on every rank.
+        for identity in () if demand is None else dict.fromkeys((demand.identity, *demand.members)):
             lora_node = self.core.lora_nodes.get(identity)
             if lora_node is not None:
                 self.core.note_visit(lora_node)

@@ -389,6 +389,12 @@ class LoraTreeCore(PlainTreeCore):
     def _class_value(self, known: Any, lowest: UnifiedTreeNode) -> float:
         return -math.inf if known is _UNREGISTERED else super()._class_value(known, lowest)
 
+    def _worth(self, leaf: UnifiedTreeNode) -> float | None:
+        """What decides between leaves, beside the priority; None: the priority alone."""
+        if self.policy.classes:
+            return self._class_value(self._eviction_class(leaf), leaf)
+        return self._exact_value(leaf) if self.policy.candidates else None
+
     def _is_device_leaf(self, node: UnifiedTreeNode) -> bool:
         if not super()._is_device_leaf(node):
             return False
@@ -428,7 +434,10 @@ class LoraTreeCore(PlainTreeCore):
                 assert top is None or top.is_resident, f"invalid KV: node {node.id} without {top and top.identity}"
 
     def fingerprint(self) -> int:
-        """56 bits over every node's id, parent, locks and slots in both pools, to compare the trees of ranks."""
+        """56 bits over every node's id, parent, locks and slots in both pools, and what every leaf is worth, to compare ranks.
+
+        The values go in because ranks that have learned different ones still have the same tree, until the next victim.
+        """
         digest = hashlib.blake2b(digest_size=7)
         for node in self._node_arena.values():
             if node is self.virtual_root:
@@ -437,6 +446,8 @@ class LoraTreeCore(PlainTreeCore):
             digest.update(repr((node.id, node.parent.id, data.lock_ref, data.host_lock_ref)).encode())
             for slots in (data.value, data.host_value):
                 digest.update(b"absent" if slots is None else slots.cpu().numpy().tobytes())
+        for leaf in (*self.evictable_device_leaves, *self.evictable_host_leaves):
+            digest.update(repr((leaf.id, self._eviction_priority(leaf), self._worth(leaf))).encode())
         return int.from_bytes(digest.digest(), "big")
 
     def count_invalid_kv(self) -> int:
