@@ -16,7 +16,8 @@ from sglang.srt.runtime_context import get_context
 from sglang_lora_tree.platforms import cpu_hooks
 from sglang_lora_tree.radix import cache_hooks
 from sglang_lora_tree.radix.cache_hooks import LoraTreeCache
-from sglang_lora_tree.radix.tree_core_hooks import TREE_CORE_NAME, LoraFullComponent
+from sglang_lora_tree.radix.lora_component_hooks import LoraFullComponent
+from sglang_lora_tree.radix.tree_core_hooks import TREE_CORE_NAME
 
 
 def build_cache(

@@ -15,7 +15,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_lora_tree.radix import cache_hooks
 from sglang_lora_tree.radix.identity import adapter_identity, namespace_key
-from sglang_lora_tree.radix.tree_core_hooks import TREE_CORE_NAME, LoraFullComponent
+from sglang_lora_tree.radix.lora_component_hooks import LoraFullComponent
+from sglang_lora_tree.radix.tree_core_hooks import TREE_CORE_NAME
 
 OURS, DEFAULT, PYTHON = "lora_tree", "rust", "python"
 NUM_ADAPTERS = 100

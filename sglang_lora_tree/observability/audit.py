@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sglang_lora_tree.radix.tree_core_hooks import LoraNode, LoraTreeCore
+from sglang_lora_tree.radix.lora_node_hooks import LoraNode
+from sglang_lora_tree.radix.tree_core_hooks import LoraTreeCore
 
 NODES_PER_STEP = 1_000
 

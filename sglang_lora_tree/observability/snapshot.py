@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang_lora_tree.observability.audit import InvalidKvAudit
+from sglang_lora_tree.radix.lora_node_hooks import LoraNode
 from sglang_lora_tree.radix.residency import Residency
-from sglang_lora_tree.radix.tree_core_hooks import LoraNode, LoraTreeCore
+from sglang_lora_tree.radix.tree_core_hooks import LoraTreeCore
 
 MAX_KV_NODES = 2_000
 """KV nodes listed at most: of a larger tree every LoRA node shows an equal share, the shallowest first."""

@@ -27,13 +27,10 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang_lora_tree.config import Settings, current_settings
 from sglang_lora_tree.radix.identity import identity_of
 from sglang_lora_tree.radix.layout import PoolShape
+from sglang_lora_tree.radix.lora_component_hooks import LoraFullComponent
+from sglang_lora_tree.radix.lora_node_hooks import LoraNode
 from sglang_lora_tree.radix.policies import DEFAULT_POLICY, POLICIES, RetentionState
-from sglang_lora_tree.radix.tree_core_hooks import (
-    TREE_CORE_NAME,
-    LoraFullComponent,
-    LoraNode,
-    LoraTreeCore,
-)
+from sglang_lora_tree.radix.tree_core_hooks import TREE_CORE_NAME, LoraTreeCore
 
 CACHE_NAME = "lora_tree"
 _SERVED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -1,6 +1,6 @@
 """SGLang's component for plain KV: what a node has on either tier, and who leaves when the cache asks one by one.
 
-Replaces methods of ``sglang.srt.mem_cache.unified_cache.components.full.FullComponent``; ``tree_core_hooks`` registers it.
+Replaces methods of ``sglang.srt.mem_cache.unified_cache.components.full.FullComponent``; ``lora_component_hooks`` builds on it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from sglang_lora_tree.radix.tiers import Counters, Demand, Tiers
 
 if TYPE_CHECKING:
     from sglang_lora_tree.radix.cache_hooks import LoraTreeCache
-    from sglang_lora_tree.radix.tree_core_hooks import LoraNode
+    from sglang_lora_tree.radix.lora_node_hooks import LoraNode
 
 __all__ = ["Counters", "Demand", "Residency", "Verdict"]
 

@@ -22,7 +22,7 @@ from sglang_lora_tree.radix.store import AdapterStore, StoredAdapter
 
 if TYPE_CHECKING:
     from sglang_lora_tree.radix.cache_hooks import LoraTreeCache
-    from sglang_lora_tree.radix.tree_core_hooks import LoraNode
+    from sglang_lora_tree.radix.lora_node_hooks import LoraNode
 
 
 @dataclass(frozen=True)

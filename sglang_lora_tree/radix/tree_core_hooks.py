@@ -1,12 +1,9 @@
 """SGLang's tree core with two more layers: the virtual root, then LoRA nodes and mix nodes, then KV nodes.
 
-Replaces (through the public registries ``register_tree_core_backend`` and ``CacheInitParams.component_registry_override``):
-
-* ``sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore`` by :class:`LoraTreeCore`. A walk that belongs to
-  an adapter or a mix starts at its node instead of at the root: ``match_prefix``, ``begin_insert``, ``resume_insert``,
-  ``match_full_device_prefix``, ``root_node_handle``. The walks themselves are in ``plain_core_hooks``.
-* ``sglang.srt.mem_cache.unified_cache.components.full.FullComponent`` by :class:`LoraFullComponent`: a lock that reaches a
-  mix node reaches the mix's members too.
+Replaces ``sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore`` by :class:`LoraTreeCore` (through the public
+registry ``register_tree_core_backend``). A walk that belongs to an adapter or a mix starts at its node instead of at the root:
+``match_prefix``, ``begin_insert``, ``resume_insert``, ``match_full_device_prefix``, ``root_node_handle``. The walks themselves
+are in ``plain_core_hooks``, locks that reach a mix's members in ``lora_component_hooks``.
 
 A LoRA node is an ordinary node whose value is the adapter's slots, so leaf-first eviction and top-first loading *are* the
 usage dependency (ELORA, section V). A mix node owns one page (a node without a value is dead to the core) and has an edge
@@ -18,32 +15,20 @@ from __future__ import annotations
 import hashlib
 import math
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import (
-    DecLockRefParams,
-    IncLockRefResult,
-    InsertParams,
-    InsertResult,
-    MatchPrefixParams,
-    MatchResult,
-)
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_cache.components import (
-    BASE_COMPONENT_TYPE,
-    CacheTransferPhase,
-    ComponentType,
-    EvictLayer,
-)
+from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE, ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
 from sglang_lora_tree.radix.identity import BASE_IDENTITY, identity_of
 from sglang_lora_tree.radix.leaf_index import CandidateIndex
-from sglang_lora_tree.radix.plain_component_hooks import PlainComponent
+from sglang_lora_tree.radix.lora_component_hooks import LoraFullComponent
+from sglang_lora_tree.radix.lora_node_hooks import LoraNode, ResidencyListener
 from sglang_lora_tree.radix.plain_core_hooks import PlainTreeCore
 
 TREE_CORE_NAME = "lora_tree"
@@ -53,53 +38,6 @@ _ADAPTER_TOKEN = -(1 << 40)
 # Larger than any priority of a policy: clock ticks, hits, priorities of requests.
 _UNREGISTERED = float(1 << 40)
 _UNKNOWN: Any = object()
-
-
-@dataclass(eq=False)
-class LoraNode:
-    """What the tree knows of a node of the second layer, beside SGLang's node itself."""
-
-    identity: str
-    node: UnifiedTreeNode
-    members: tuple[str, ...] = ()
-    """Identities of a mix's adapters; empty for an adapter."""
-    resident_mixes: int = 0
-    """Mix nodes on the GPU that need this adapter."""
-    registered: bool = True
-    """False once no name refers to it: its subtree is the first to go."""
-    visits: int = 0
-    locked_members: list[UnifiedTreeNode] = field(default_factory=list)
-    """Members that this mix's lock has locked (those in the tree when it was taken)."""
-
-    @property
-    def is_mix(self) -> bool:
-        return bool(self.members)
-
-    @property
-    def is_resident(self) -> bool:
-        return self.node.component_data[BASE_COMPONENT_TYPE].value is not None
-
-    @property
-    def is_locked(self) -> bool:
-        """In use, or held, with all that it depends on."""
-        return self.node.component_data[BASE_COMPONENT_TYPE].lock_ref > 0
-
-    @property
-    def device_slots(self) -> torch.Tensor | None:
-        return self.node.component_data[BASE_COMPONENT_TYPE].value
-
-    @property
-    def host_slots(self) -> torch.Tensor | None:
-        return self.node.component_data[BASE_COMPONENT_TYPE].host_value
-
-
-@dataclass
-class ResidencyListener:
-    """Who wants to know when an adapter comes to, or leaves, the GPU or the tree."""
-
-    on_resident: Callable[[LoraNode], None] = field(default=lambda _: None)
-    on_evicted: Callable[[LoraNode], None] = field(default=lambda _: None)
-    on_removed: Callable[[LoraNode], None] = field(default=lambda _: None)
 
 
 class LoraTreeCore(PlainTreeCore):
@@ -467,80 +405,3 @@ class LoraTreeCore(PlainTreeCore):
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
-
-
-class LoraFullComponent(PlainComponent):
-    """SGLang's component for plain KV, aware of the second layer; see the module's docstring."""
-
-    tree_core: LoraTreeCore
-
-    # ---- Locks reach a mix's members ----
-
-    def acquire_component_lock(
-        self, node: UnifiedTreeNode, result: IncLockRefResult, lock_host: bool = False
-    ) -> IncLockRefResult:
-        result = super().acquire_component_lock(node, result, lock_host)
-        if not lock_host:
-            mix = self._mix_above(node)
-            if mix is not None and mix.node.component_data[self.component_type].lock_ref == 1:
-                present = (self.tree_core.lora_nodes.get(member) for member in mix.members)
-                mix.locked_members = [owner.node for owner in present if owner is not None]
-                for owner_node in mix.locked_members:
-                    super().acquire_component_lock(owner_node, IncLockRefResult())
-                    self.tree_core._update_evictable_leaf_sets(owner_node)
-        return result
-
-    def release_component_lock(
-        self, node: UnifiedTreeNode, params: DecLockRefParams | None, lock_host: bool = False
-    ) -> None:
-        mix = None if lock_host else self._mix_above(node)
-        super().release_component_lock(node, params, lock_host)
-        if mix is not None and mix.node.component_data[self.component_type].lock_ref == 0:
-            locked, mix.locked_members = mix.locked_members, []
-            for owner_node in locked:
-                super().release_component_lock(owner_node, None)
-
-    def _mix_above(self, node: UnifiedTreeNode) -> LoraNode | None:
-        lora_node = self.tree_core.lora_node_of(node)
-        return lora_node if lora_node is not None and lora_node.is_mix else None
-
-    # ---- Coming and going ----
-
-    def commit_hicache_transfer(
-        self,
-        node: UnifiedTreeNode,
-        phase: CacheTransferPhase,
-        transfers: Sequence[Any] = (),
-        *,
-        cache_actions: list[Any],
-        insert_result: InsertResult | None = None,
-        pool_storage_result: Any = None,
-    ) -> None:
-        super().commit_hicache_transfer(
-            node,
-            phase,
-            list(transfers),
-            cache_actions=cache_actions,
-            insert_result=insert_result,
-            pool_storage_result=pool_storage_result,
-        )
-        if phase == CacheTransferPhase.LOAD_BACK and transfers and transfers[0].device_indices is not None:
-            for node_id in transfers[0].nodes_to_load or ():
-                lora_node = self.tree_core.find(node_id)
-                if lora_node is not None:
-                    self.tree_core.note_resident(lora_node)
-
-    def evict_component(
-        self,
-        node: UnifiedTreeNode,
-        device_frees: dict[ComponentType, list[torch.Tensor]],
-        host_frees: dict[ComponentType, list[torch.Tensor]],
-        cache_actions: list[Any],
-        target: EvictLayer = EvictLayer.DEVICE,
-    ) -> tuple[int, int]:
-        core = self.tree_core
-        lora_node = core.find(node.id) if node.parent is core.virtual_root else None
-        if lora_node is not None and target is not EvictLayer.HOST and lora_node.is_resident:
-            assert lora_node.resident_mixes == 0, f"{lora_node.identity} leaves below a resident mix"
-            core.note_evicted(lora_node)
-        return super().evict_component(node, device_frees, host_frees, cache_actions, target)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_lora_tree.radix.identity import BASE_IDENTITY
+from sglang_lora_tree.radix.lora_node_hooks import LoraNode
 from sglang_lora_tree.radix.residency import Residency
-from sglang_lora_tree.radix.tree_core_hooks import LoraNode
 from sglang_lora_tree.scheduling.orders import Waiting
 from sglang_lora_tree.scheduling.protocol import ABSENT, Load, Report
 

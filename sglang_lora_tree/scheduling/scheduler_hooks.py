@@ -140,7 +140,8 @@ def file_under_identity(result: None, req: Req, *args: Any, **kwargs: Any) -> No
         # The tokenizer process waits for requests before it unloads, so this is a client that makes up ids.
         req.lora_id = None
         weighted = None
-        req.lora_tree_error = f"the request's adapters are not loaded: {error}"
+        is_unknown = isinstance(error, KeyError)
+        req.lora_tree_error = f"the request's adapters are not loaded: {error.args[0]}" if is_unknown else str(error)
     if weighted is None:
         req.lora_id = None
     req.extra_key = namespace_key(BASE_IDENTITY if weighted is None else weighted.demand.identity, extra_key)

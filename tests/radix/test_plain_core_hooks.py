@@ -16,7 +16,8 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_lora_tree.radix import cache_hooks
-from sglang_lora_tree.radix.tree_core_hooks import TREE_CORE_NAME, LoraFullComponent
+from sglang_lora_tree.radix.lora_component_hooks import LoraFullComponent
+from sglang_lora_tree.radix.tree_core_hooks import TREE_CORE_NAME
 
 POLICIES = ["lru", "lfu", "slru", "fifo", "mru", "filo", "priority", "tlru"]
 
