@@ -179,8 +179,11 @@ def main() -> None:
     end = time.monotonic() + arguments.seconds
     machine = "cpu" if arguments.device == "cpu" else results.hardware().lower().rpartition(" ")[2]
     fleets = [Fleet.of(folder, arguments.count, arguments.device) for folder in arguments.fleets]
-    # What matters most first, what takes longest last.
-    todo = [(name, budget) for budget in BUDGETS for name in POLICIES] + [(JD_FULL, budget) for budget in BUDGETS]
+    # What matters most first: the smallest budget, then the two policies of the paper, then what they are compared with.
+    todo = [(name, BUDGETS[0]) for name in (*POLICIES, JD_FULL)]
+    todo += [
+        (name, budget) for names in (("spectral", "uniform"), ("fleet",), (JD_FULL,)) for budget in BUDGETS[1:] for name in names
+    ]
     for (name, budget), fleet in itertools.product(todo, fleets):
         key = f"{name} {budget}"
         if time.monotonic() > end:
