@@ -6,7 +6,7 @@ All adapters are trained at once, each on its task alone, and the whole fleet on
 depends on how fast its spectrum falls, and decay decides that (AdamW on A and B keeps |A|^2 + |B|^2 small, and with it the
 nuclear norm of B A). FLEET/decay_<d>/<task> are PEFT folders, FLEET/scores.json holds the shares of exact answers to
 held-out questions. The weights are not in the repository, the scores are: fleet_scores.json. Minutes on a large GPU; on one
-CPU core a day, so there use few --tasks and --steps.
+CPU core a day, so there use few --tasks and --steps; a run adds its scores to those of earlier runs into the same folder.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import corpus
 import tasks
@@ -159,13 +160,21 @@ def train(
         save(model, index, out / f"decay_{decay:g}" / name)
     found = score(model, [name for _, name in adapters], COUNT)
     unstack(model)
-    scores: dict[str, object] = {"steps": taken, "rows": batch, "count": COUNT, "seconds": round(time.monotonic() - start, 1)}
+    trained = {"steps": taken, "rows": batch}
+    scores: dict[str, dict[str, Any]] = {}
     for (decay, name), before, after in zip(adapters, base, found, strict=True):
         by_task = scores.setdefault(f"decay_{decay:g}", {})
-        assert isinstance(by_task, dict)
-        by_task[name] = {"base": round(before, 4), "adapter": round(after, 4)}
-    (out / "scores.json").write_text(json.dumps(scores, indent=1) + "\n")
+        by_task[name] = {"base": round(before, 4), "adapter": round(after, 4), **trained}
     print(json.dumps(scores), flush=True)
+    add_scores(out / "scores.json", scores)
+
+
+def add_scores(file: Path, scores: Mapping[str, Mapping[str, Any]]) -> None:
+    """To those of earlier runs into the same folder: on a CPU a fleet is trained a few tasks at a time."""
+    known = json.loads(file.read_text()) if file.is_file() else {"rank": RANK, "count": COUNT}
+    for decay, by_task in scores.items():
+        known[decay] = known.get(decay, {}) | by_task
+    file.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -79,3 +80,15 @@ def test_every_decay_trains_every_task_from_the_same_start(base):
         torch.testing.assert_close(both.b[1], one.b[0], rtol=1e-4, atol=1e-4)
     norms = torch.stack([layer.a.detach().square().sum((1, 2)) for layer in together]).sum(0)
     assert norms[2] < 0.9 * norms[0] and norms[3] < 0.9 * norms[1], "decay decays nothing"
+
+
+def test_runs_into_one_folder_add_up(tmp_path):
+    file = tmp_path / "scores.json"
+    train_fleet.add_scores(file, {"decay_4": {"xml": {"adapter": 0.5}, "lower": {"adapter": 0.6}}})
+    train_fleet.add_scores(file, {"decay_4": {"xml": {"adapter": 0.9}}, "decay_0": {"xml": {"adapter": 0.7}}})
+    assert json.loads(file.read_text()) == {
+        "rank": train_fleet.RANK,
+        "count": train_fleet.COUNT,
+        "decay_4": {"xml": {"adapter": 0.9}, "lower": {"adapter": 0.6}},
+        "decay_0": {"xml": {"adapter": 0.7}},
+    }
