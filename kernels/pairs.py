@@ -56,7 +56,14 @@ class Pairs:
     """
 
     def __init__(
-        self, table: AdapterTable, max_bs: int, max_tokens: int, max_members: int, block_t: int, for_graphs: bool
+        self,
+        table: AdapterTable,
+        max_bs: int,
+        max_tokens: int,
+        max_members: int,
+        block_t: int,
+        for_graphs: bool,
+        max_items: int | None,
     ) -> None:
         assert max_bs > 0 and max_tokens > 0 and max_members > 0, "an empty batch shape is of no use"
         assert block_t >= 16 and block_t & (block_t - 1) == 0, f"a tile has 16, 32, 64 ... lanes, not {block_t}"
@@ -70,6 +77,8 @@ class Pairs:
         # A request meets at most as many tiles as it has tokens, and only its first and last tile can have others in it.
         meetings = min(max_tokens, self.max_tiles + max_bs)
         self.max_items = meetings * max_members * (table.padded_rank // RANK_TILE)
+        if max_items is not None:
+            self.max_items = min(self.max_items, max_items)
         self.item_stride = ITEM_HEADER + block_t
 
         # One buffer with the items last, so that a batch is one copy of as much as it uses.
@@ -98,6 +107,7 @@ class Pairs:
         max_members: int,
         block_t: int = 16,
         for_graphs: bool = False,
+        max_items: int | None = None,
     ) -> Pairs:
         """Allocate for batches of up to `max_bs` requests, `max_tokens` tokens, `max_members` pairs per request.
 
@@ -109,8 +119,22 @@ class Pairs:
             Lanes per tile, a power of two from 16 on: few for decode, many for prefill (`dispatch.choose`).
         for_graphs : bool
             Kernels are launched for any batch of this shape, so that a CUDA graph serves every one.
+        max_items : int, optional
+            Room for so many items, instead of as many as any batch of this shape can have: only batches that `fits`.
         """
-        return cls(table, max_bs, max_tokens, max_members, block_t, for_graphs)
+        return cls(table, max_bs, max_tokens, max_members, block_t, for_graphs, max_items)
+
+    def fits(self, seg_lens: Sequence[int], members: Sequence[Members]) -> bool:
+        """Whether there is room for a batch for sure: requests, tokens, and a bound on its items."""
+        if len(seg_lens) > self.max_bs or sum(seg_lens) > self.max_tokens:
+            return False
+        items = 0
+        for length, mix in zip(seg_lens, members, strict=True):
+            if length and len(mix):
+                tiles = min(length, (length - 1) // self.block_t + 2)
+                ranks = self.table.largest_rank[np.asarray(mix, dtype=np.float64)[:, 0].astype(np.int64)]
+                items += tiles * int((-(-ranks // RANK_TILE)).sum())
+        return items <= self.max_items
 
     def update(self, seg_lens: Sequence[int], members: Sequence[Members]) -> None:
         """Describe the next batch: one copy to the device, on the current stream, without synchronisation.
@@ -129,7 +153,7 @@ class Pairs:
         Raises
         ------
         ValueError
-            If the batch is larger than what was allocated.
+            If the batch is larger than what was allocated (but too many items for `max_items` are an assertion: ask `fits`).
         """
         batch = (list(seg_lens), list(members), self.table.version)
         if self._last is not None and _equal(batch, self._last):
@@ -203,7 +227,7 @@ class Pairs:
         group_tile, group_adapter = np.divmod(groups, capacity)
         group_items = -(-self.table.largest_rank[group_adapter] // RANK_TILE)
         num_items = int(group_items.sum())
-        assert num_items <= self.max_items, "the bound on items is wrong"
+        assert num_items <= self.max_items, f"{num_items} items, but room for {self.max_items}: ask `fits` first"
         np.bincount(group_tile, weights=group_items, minlength=self.max_tiles).cumsum(out=self._sums)
         self._host_indptr[1:] = self._sums
 

@@ -234,6 +234,30 @@ class TreeLoRAManager(LoRAManager):
 
     def prepare_lora_batch(self, forward_batch: ForwardBatch) -> None:
         """Turn a batch's ``lora_ids`` into pairs (seam: ``ForwardBatch.init_new``, and the graph runners)."""
+        seg_lens, members = self._segments(forward_batch)
+        use_decode_graph = self._use_cuda_graph_batch(forward_batch)
+        use_prefill_graph = not use_decode_graph and self.can_use_prefill_cuda_graph(forward_batch)
+        self.lora_backend.prepare(seg_lens, members, use_decode_graph, use_prefill_graph)
+
+    def can_use_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
+        """Whether a batch may replay a prefill graph; asked before the capture, by us, and by the runner, with one answer.
+
+        Adapters are complete on the GPU before their requests are admitted, so nothing in a graph has to wait for them;
+        history KV that is still coming in is waited for in attention, which breakable graphs leave outside.
+        """
+        if not super().can_use_prefill_cuda_graph(forward_batch):
+            return False
+        seg_lens, members = self._segments(forward_batch)
+        return self.lora_backend.fits_prefill_graph(seg_lens, members, self._prefill_graph_tokens(sum(seg_lens)))
+
+    def _prefill_graph_tokens(self, num_tokens: int) -> int:
+        """Tokens of the graph that a batch would replay; while graphs are captured there is no runner, and it is the batch's."""
+        runner = getattr(self.model_runner, "prefill_cuda_graph_runner", None)
+        sizes = getattr(runner, "capture_num_tokens", None) or ()
+        return min((size for size in sizes if size >= num_tokens), default=num_tokens)
+
+    def _segments(self, forward_batch: ForwardBatch) -> tuple[list[int], list[np.ndarray]]:
+        """Each request's tokens and mix."""
         if forward_batch.forward_mode.is_extend():
             seg_lens = list(forward_batch.extend_seq_lens_cpu or ())
         else:
@@ -241,7 +265,7 @@ class TreeLoRAManager(LoRAManager):
         self.attach_pool()
         members = [self._members(lora_id) for lora_id in forward_batch.lora_ids[: len(seg_lens)]]
         members += [_NO_MEMBERS] * (len(seg_lens) - len(members))
-        self.lora_backend.prepare(seg_lens, members, self._use_cuda_graph_batch(forward_batch))
+        return seg_lens, members
 
     def _members(self, lora_id: str | None) -> np.ndarray:
         """A mix as the kernels take it; the same object while nothing has moved in the table."""

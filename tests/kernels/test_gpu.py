@@ -6,7 +6,8 @@ import pytest
 import torch
 from kernel_cases import DOWN, GATE, OUT, UP, K, Q, V, World, assert_rounded_once, make_world
 
-from sglang_lora_tree.kernels import add_lora
+from sglang_lora_tree.kernels import Pairs, add_lora, dispatch
+from sglang_lora_tree.kernels.lora import expand, shrink
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -109,6 +110,51 @@ def test_graph_replay_equals_eager_with_other_tables():
         eager = base.clone()
         run(world, "gate_up", x, eager, pairs)
         assert torch.equal(y, eager) and not torch.equal(y, base)
+
+
+@pytest.mark.parametrize("bucket", [64, 512, 1024])
+@pytest.mark.parametrize("group", list(GROUPS))
+def test_prefill_graph_equals_eager(group, bucket):
+    """Captured for `bucket` tokens of base requests, shrink on a side stream; replayed with shorter batches, padded by NaN."""
+    world = real_world(torch.bfloat16)
+    modules, offsets = GROUPS[group]
+    widths = tuple(WIDTHS[module][1] for module in modules)
+    block_t = dispatch.choose(bucket, world.pool.device).block_t
+    static = Pairs.allocate(world.table, 8, 1024, 3, block_t, for_graphs=True, max_items=2048)
+    static.update([bucket], [()])
+    x, base = operands(world, group, bucket)
+    y = base.clone()
+    side = torch.cuda.Stream()
+
+    def step() -> None:
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            shrunk = shrink(x, world.table, world.pool, static, 1, modules, widths)
+        y.copy_(base)
+        main.wait_stream(side)
+        expand(shrunk, y, world.table, world.pool, static, offsets)
+
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        step()
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    assert torch.equal(y, base), "a batch without adapters was touched"
+    longest = bucket - 12  # SGLang pads to the next size that it has captured, and the config is the same
+    for seg_lens, mixes in (([longest - 9, 1, 3, 0, 5], MIXES), ([longest], [MIXES[0]]), ([longest], [()])):
+        tokens = sum(seg_lens)
+        x[:] = torch.nan
+        x[:tokens] = world.random(tokens, x.shape[1], seed=3)
+        static.update(seg_lens, mixes)
+        graph.replay()
+        eager = base.clone()
+        run(world, group, x[:tokens], eager[:tokens], world.batch(seg_lens, mixes))
+        assert torch.equal(y, eager)
 
 
 def read_entry(world: World, index: int) -> tuple[torch.Tensor, ...]:

@@ -116,6 +116,24 @@ def test_for_graphs_the_launch_does_not_depend_on_the_batch():
     assert captured == pairs.launch_items > 0
 
 
+def test_fits_is_never_wrong_about_the_room():
+    """What fits has no more items than there is room for, also where requests share and straddle tiles."""
+    rng = np.random.default_rng(0)
+    table = make_table((16, 4, 40, 33))
+    pairs = Pairs.allocate(table, 6, 200, 3, for_graphs=True, max_items=25)
+    said_yes = said_no = 0
+    for _ in range(200):
+        seg_lens = rng.integers(0, 40, rng.integers(1, 7)).tolist()
+        mixes = [[(int(index), 0.5) for index in rng.permutation(4)[: rng.integers(0, 4)]] for _ in seg_lens]
+        if pairs.fits(seg_lens, mixes):
+            pairs.update(seg_lens, mixes)  # asserts that there is room
+            said_yes += 1
+        else:
+            said_no += 1
+    assert said_yes > 20 and said_no > 20
+    assert not pairs.fits([1] * 7, [()] * 7) and not pairs.fits([201], [()])
+
+
 def test_an_adapter_that_changed_is_seen_in_an_unchanged_batch():
     table = make_table()
     pairs = Pairs.allocate(table, 1, 1, 1)

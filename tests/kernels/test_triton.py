@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_cases import DOWN, GROUPS, OUT, UP, WIDTHS, K, Q, V, World, all_modules, assert_rounded_once, make_world
 
-from sglang_lora_tree.kernels import add_lora, dispatch
+from sglang_lora_tree.kernels import Pairs, add_lora, dispatch
 from sglang_lora_tree.kernels.lora import expand, expand_and_activate, shrink, uses_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -109,6 +109,36 @@ def test_segments_and_chunks_that_do_not_divide(width, use, monkeypatch):
     monkeypatch.setattr("sglang_lora_tree.kernels.shrink.SEGMENT", 48)
     world = make_world({DOWN: (150, 40)}, [{(1, DOWN): 3}, {(1, DOWN): 17}], width=width, device=DEVICE)
     check(world, "down", ([3, 1], [[(0, 1.0), (1, 0.5)], [(1, 1.0)]]))
+
+
+@pytest.mark.parametrize(("group", "config"), [("qkv", "tiles of 16"), ("gate_up", "tiles of 64")])
+def test_static_padded_batches_have_the_same_bits(group, config, use):
+    """A prefill graph: one set of tensors for every batch, launched for its size, and tokens of no request after the last."""
+    use(config)
+    world = make_world(WIDTHS, MIXED, device=DEVICE)
+    modules, offsets = GROUPS[group]
+    widths = tuple(WIDTHS[module][1] for module in modules)
+    operands = world.table, world.pool
+    block_t = CONFIGS[config].block_t
+    static = Pairs.allocate(world.table, 4, 96, 3, block_t, for_graphs=True, max_items=30)
+    for seg_lens, members, padded in (([1, 17, 2], MEMBERS[1:4], 32), ([2], MEMBERS[3:4], 4)):
+        tokens = sum(seg_lens)
+        x = torch.full((padded, WIDTHS[modules[0]][0]), NAN, device=DEVICE)
+        x[:tokens] = world.random(tokens, x.shape[1], seed=1)
+        base = world.random(padded, offsets[-1] + widths[-1], seed=2)
+        eager, graph = base.clone(), base.clone()
+        pairs = world.batch(seg_lens, members)
+        shrunk = shrink(x[:tokens], *operands, pairs, 1, modules, widths)
+        static.update(seg_lens, members)
+        static_shrunk = shrink(x, *operands, static, 1, modules, widths)
+        if group == "gate_up":
+            eager = expand_and_activate(shrunk, eager[:tokens], *operands, pairs)
+            graph = expand_and_activate(static_shrunk, graph, *operands, static)[:tokens]
+        else:
+            expand(shrunk, eager[:tokens], *operands, pairs, offsets)
+            expand(static_shrunk, graph, *operands, static, offsets)
+        assert torch.equal(graph, eager), "other bits, or tokens of no request were touched"
+        assert not static.arrivals.any(), "programs would count on in the next replay"
 
 
 @pytest.mark.parametrize(("config", "dtype"), [*((config, torch.bfloat16) for config in CONFIGS), ("wide", torch.float32)])

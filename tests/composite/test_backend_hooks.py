@@ -1,0 +1,144 @@
+"""Batches and the tensors that captured graphs read; the layers themselves are what the live tests ask."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_lora_tree.composite import backend_hooks
+from sglang_lora_tree.composite.backend_hooks import LoraTreeBackend
+from sglang_lora_tree.composite.manager_hooks import TreeLoRAManager
+from sglang_lora_tree.kernels import AdapterTable, PoolView
+from sglang_lora_tree.kernels.table import NUM_MODULES
+
+RANKS = (16, 4, 40)
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """A backend that was told to capture prefill graphs of up to 1,024 tokens, with three adapters in its table."""
+    monkeypatch.setattr(backend_hooks, "_current", None)
+    backend = LoraTreeBackend(8, torch.device("cpu"), SimpleNamespace(cuda_graph_backend_prefill="breakable"))
+    table = AdapterTable(len(RANKS), 64, 1, 64, "cpu")
+    for index, rank in enumerate(RANKS):
+        shape = (1, NUM_MODULES)
+        table.write(index, torch.arange(20), torch.zeros(shape).int(), torch.full(shape, rank), torch.ones(shape))
+    backend.attach(PoolView.from_planes([torch.zeros(64, 16) for _ in range(2)]), table, max_members=3)
+    backend.init_decode_cuda_graph_batch_info(8, 1)
+    backend.init_prefill_cuda_graph_batch_info(1024, 64)
+    return backend
+
+
+@pytest.mark.parametrize(("flag", "supported"), [("breakable", True), (None, False), ("full", False), ("disabled", False)])
+def test_prefill_graphs_only_if_asked_for_by_name(flag, supported):
+    """Full graphs would have attention inside, which waits for history KV in Python."""
+    backend = LoraTreeBackend(8, torch.device("cpu"), SimpleNamespace(cuda_graph_backend_prefill=flag))
+    assert backend.supports_prefill_cuda_graph is supported
+
+
+@pytest.mark.parametrize(
+    ("graph", "captured", "replayed"),
+    [("decode", [1] * 8, ([1] * 8, [1] * 3, [1])), ("prefill", [1024], ([100] * 8, [513], [600, 1, 3, 40]))],
+)
+def test_what_a_graph_reads_keeps_its_place(backend, graph, captured, replayed):
+    """One set of tensors, whatever the batch, and launches of one size: those of a capture with base requests alone."""
+
+    def prepare(seg_lens, members):
+        backend.prepare(seg_lens, members, use_decode_graph=graph == "decode", use_prefill_graph=graph == "prefill")
+        pairs = backend.batch_info.pairs
+        assert pairs.num_tokens == sum(seg_lens)
+        addresses = [tensor.data_ptr() for tensor in (pairs.order, pairs.item_indptr, pairs.items, pairs.arrivals)]
+        return addresses, pairs.num_items, pairs.launch_items, pairs.block_t
+
+    at_capture = prepare(captured, [()] * len(captured))
+    assert not backend.batch_info.has_active_lora
+    for seg_lens in replayed:
+        assert prepare(seg_lens, [[(index % 3, 0.5), ((index + 1) % 3, -1.0)] for index in range(len(seg_lens))]) == at_capture
+        assert backend.batch_info.has_active_lora
+
+
+def test_short_and_long_prefill_graphs_have_tiles_of_their_own(backend):
+    """A graph of up to 512 tokens and a longer one are computed by other configs, as the same batches without graphs are."""
+    tiles = []
+    for tokens in (300, 900, 512):
+        backend.prepare([tokens], [[(0, 1.0)]], use_decode_graph=False, use_prefill_graph=True)
+        graph = backend.batch_info.pairs
+        backend.prepare([tokens], [[(0, 1.0)]], use_decode_graph=False)
+        assert graph is not backend.batch_info.pairs and graph.block_t == backend.batch_info.pairs.block_t
+        tiles.append(graph)
+    assert tiles[0] is tiles[2] and tiles[0] is not tiles[1] and tiles[0].block_t < tiles[1].block_t
+
+
+def test_a_batch_that_a_graph_would_compute_otherwise_does_not_replay_it(backend):
+    assert backend.fits_prefill_graph([500], [[(0, 1.0)]], graph_tokens=512)
+    assert not backend.fits_prefill_graph([500], [[(0, 1.0)]], graph_tokens=1024)
+
+
+def test_a_batch_of_too_many_items_does_not_replay_a_graph(backend, monkeypatch):
+    """Rank 40 is three items in every tile that a request meets."""
+    monkeypatch.setattr(backend_hooks, "PREFILL_GRAPH_ITEMS", 30)
+    mixes = [[(2, 1.0)], [(2, 0.5), (1, 1.0)]]
+    assert backend.fits_prefill_graph([64 * 5, 300], [*mixes[:1], ()], graph_tokens=1024)
+    assert not backend.fits_prefill_graph([64 * 5, 300], mixes, graph_tokens=1024)
+
+
+class Manager(TreeLoRAManager):
+    """Only what turns a ForwardBatch into a batch of the backend: lora_ids are the numbers of adapters."""
+
+    def __init__(self, backend, captured):
+        self.lora_backend, self.attn_dp_enabled, self.max_bs_in_decode_cuda_graph = backend, False, 8
+        self.model_runner = SimpleNamespace(prefill_cuda_graph_runner=SimpleNamespace(capture_num_tokens=captured))
+
+    def attach_pool(self):
+        return self.lora_backend.table
+
+    def _members(self, lora_id):
+        return () if lora_id is None else [(lora_id, 1.0)]
+
+
+def forward_batch(seg_lens, lora_ids):
+    return SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=len(seg_lens),
+        extend_num_tokens=sum(seg_lens),
+        extend_seq_lens_cpu=list(seg_lens),
+        lora_ids=lora_ids,
+    )
+
+
+@pytest.mark.parametrize(
+    ("captured", "seg_lens", "replays"),
+    [
+        ([256, 512, 1024], [200, 100], True),
+        ([256, 1024], [200, 100], False),  # 300 tokens, padded to 1,024, would go by the config of long batches
+        ([256, 512, 1024], [1100], False),
+        ((), [200, 100], True),  # the capture itself
+    ],
+)
+def test_the_runner_and_the_batch_agree_about_graphs(backend, captured, seg_lens, replays):
+    """What can_run_graph is told is what prepare_lora_batch has filled."""
+    manager = Manager(backend, captured)
+    batch = forward_batch(seg_lens, [2, None][: len(seg_lens)])
+    manager.prepare_lora_batch(batch)
+    assert manager.can_use_prefill_cuda_graph(batch) is replays
+    assert backend.batch_info.pairs.for_graphs is replays
+
+
+def test_without_prefill_graphs_no_batch_has_their_tensors(backend):
+    backend.prefill_cuda_graph_max_bs = None
+    manager = Manager(backend, ())
+    manager.prepare_lora_batch(forward_batch([200], [1]))
+    assert not backend.batch_info.pairs.for_graphs
+
+
+@pytest.mark.parametrize(("use_graph", "members", "runs"), [(False, (), False), (False, [(0, 1.0)], True), (True, (), True)])
+def test_base_requests_alone_launch_nothing_but_into_graphs(backend, monkeypatch, use_graph, members, runs):
+    """Which of its two decode graphs SGLang captures and replays is its own affair (skip_inactive_dense_lora)."""
+    launches = []
+    monkeypatch.setattr(backend_hooks, "shrink", lambda *_: launches.append("shrink"))
+    monkeypatch.setattr(backend_hooks, "expand", lambda *_: launches.append("expand"))
+    backend.prepare([1], [members], use_decode_graph=use_graph)
+    group, _ = backend_hooks.ModuleGroup.of("o_proj", 0, 40, torch.device("cpu"))
+    y = backend.forward_with_base(None, torch.zeros(1, 48), lambda: torch.ones(1, 40), group, group, None, (0, 40))
+    assert torch.equal(y, torch.ones(1, 40)) and launches == (["shrink", "expand"] if runs else [])
