@@ -1,6 +1,6 @@
 """Acceptance on a GPU, in one run: exact answers with graphs off and on, bf16 error, the 8B shape.
 
-    python -m benchmarks.acceptance_gpu [--phases eager graphs bf16 llama8b] [--out FOLDER]
+    python -m benchmarks.acceptance_gpu [--phases eager graphs prefill_graphs bf16 llama8b] [--out FOLDER]
 
 Needs one GPU (24 GB; the 8B shape needs 40 GB), SGLang 0.5.23 and this package. Nothing is downloaded: models and adapters
 are random (speed does not depend on the weights; exactness is against PEFT on the same weights, in float32). What each
@@ -153,6 +153,55 @@ def exactness(work: Path, name: str, arguments: Sequence[str], environment: Mapp
     ]
 
 
+def prefill_graphs(work: Path) -> Records:
+    """Exactness with prefill graphs; and request after request the same bits with prefill graphs, without, and eager.
+
+    Bits are compared for prompts of a captured size: others are padded, and already the base model's products are rounded
+    otherwise for another number of rows. For those it is the largest difference. Against eager it is the first token alone,
+    which prefill makes: without decode graphs attention may split its sums otherwise.
+    """
+    captured, padded = (64, 512, 1024), (3, 30, 500, 513, 900, 1500)
+    on = [*GRAPHS, "--cuda-graph-backend-prefill", "breakable", "--cuda-graph-max-bs-prefill", "2048"]
+    records = exactness(work, "prefill_graphs", on, FLOAT32, "float32, triton attention with IEEE dots, decode and prefill graphs")
+    options = ["--model-path", str(work / "small"), "--skip-tokenizer-init", "--lora-tree", "--dtype", "float32"]
+    options += ["--max-total-tokens", "24000", "--hicache-ratio", "2", "--sampling-backend", "pytorch", "--lora-paths"]
+    options += [f"{name}={work / 'small_adapters' / name}" for name in SMALL_ADAPTERS]
+    servers = {
+        "on": on,
+        "off": [*GRAPHS, "--cuda-graph-backend-prefill", "disabled"],
+        "eager": ["--attention-backend", "triton", "--disable-cuda-graph"],
+    }
+    answers: dict[str, list[list[float]]] = {}
+    for name, arguments in servers.items():
+        rng = random.Random(17)
+        with Server([*options, *arguments], work / f"prefill_graphs_{name}.log", FLOAT32) as server:
+            answers[name] = [
+                ask_logprobs(server, [rng.randrange(2, 4000) for _ in range(length)], mix)
+                for length in (*captured, *padded)
+                for mix in SMALL_MIXES
+            ]
+            if name == "on":
+                replays = sum("Prefill batch" in line and "graph: True" in line for line in server.read_log().splitlines())
+                records.append(results.record("prefill_graphs_used", replays, "batches", limit="value >= 20"))
+    num_captured = len(captured) * len(SMALL_MIXES)
+    for name, num_tokens in (("off", 8), ("eager", 1)):
+        pairs = [(mine[:num_tokens], other[:num_tokens]) for mine, other in zip(answers["on"], answers[name], strict=True)]
+        differing = sum(mine != other for mine, other in pairs[:num_captured])
+        note = f"of {num_captured} answers, every log probability of {num_tokens} tokens"
+        records.append(results.record(f"prefill_graphs_differ/{name}", differing, "answers", limit="value <= 0", note=note))
+        worst = max(abs(one - two) for mine, other in pairs[num_captured:] for one, two in zip(mine, other, strict=True))
+        note = "largest difference of a log probability, padded prompts"
+        records.append(results.record(f"prefill_graphs_padded/{name}", worst, "nats", limit="value <= 0.0001", note=note))
+    return records
+
+
+def ask_logprobs(server: Server, prompt: list[int], mix: Mix | None) -> list[float]:
+    """Log probabilities of eight greedy tokens."""
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    answer = server.generate(input_ids=prompt, lora_path=text(mix), sampling_params=sampling, return_logprob=True)
+    return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+
+
 # ---- bf16 against float64 ----
 
 
@@ -280,6 +329,8 @@ FLOAT32 = {
     "TRITON_F32_DEFAULT": "ieee",  # Triton's attention would multiply in TF32
 }
 
+GRAPHS = ["--attention-backend", "triton", "--cuda-graph-max-bs-decode", "32"]
+
 PHASES: dict[str, Callable[[Path], Records]] = {
     "bf16": bf16_error,
     "eager": lambda work: exactness(
@@ -288,10 +339,11 @@ PHASES: dict[str, Callable[[Path], Records]] = {
     "graphs": lambda work: exactness(
         work,
         "graphs",
-        ["--attention-backend", "triton", "--cuda-graph-max-bs-decode", "32", "--cuda-graph-backend-prefill", "disabled"],
+        [*GRAPHS, "--cuda-graph-backend-prefill", "disabled"],
         FLOAT32,
         "float32, triton attention with IEEE dots, decode CUDA graphs",
     ),
+    "prefill_graphs": prefill_graphs,
     "llama8b": llama8b,
 }
 

@@ -1,15 +1,33 @@
-"""One model shape on a GPU, without a server: base weights, a pool of slots with adapters in it, batches over them."""
+"""One model shape on a GPU, without a server: base weights, a pool of slots with adapters in it, batches over them.
+
+    python -m benchmarks.kernel_world [--out FOLDER] [--layers 32] [--device cpu]
+
+measures what LoRA adds to a decode step of the base model's linear layers (Llama-3-8B's shape, bf16, rank 16, as CUDA graphs):
+
+decode_added_ms/ADAPTERS, decode_added_ms/mix3of8
+    32 requests; the step with adapters minus the step without (the baseline), both measured in turns, the median of the turns.
+host_preparation_ms/changed, host_preparation_ms/unchanged
+    Host time of one `Pairs.update` for 256 requests with 3 adapters each, one request of which has changed (or none).
+
+Results: ``decode_added_<gpu>.json``, written after every record. On a CPU a tiny shape runs through the same code.
+"""
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from benchmarks import results
 from sglang_lora_tree.kernels import AdapterTable, Pairs, PoolView, dispatch
 from sglang_lora_tree.kernels.lora import expand, expand_and_activate, shrink
 from sglang_lora_tree.kernels.rows import activate
@@ -39,6 +57,13 @@ LLAMA_8B = (
     Layer("down", (6,), 14336, (4096,)),
 )
 LLAMA_8B_WIDTH = 1024
+TINY = (
+    Layer("qkv", (0, 1, 2), 32, (32, 16, 16)),
+    Layer("o", (3,), 32, (32,)),
+    Layer("gate_up", (4, 5), 32, (48, 48)),
+    Layer("down", (6,), 48, (32,)),
+)
+TINY_WIDTH = 16
 
 
 class KernelWorld:
@@ -162,13 +187,23 @@ def _silu_and_mul(y, out, D: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore
 
 def silu_and_mul(y: torch.Tensor) -> torch.Tensor:
     """What the base model does to gate and up: (T, 2 d) -> (T, d)."""
+    if not y.is_cuda:
+        gate, up = y.chunk(2, dim=1)
+        return torch.nn.functional.silu(gate) * up
     out = torch.empty(y.shape[0], y.shape[1] // 2, dtype=y.dtype, device=y.device)
     _silu_and_mul[(triton.cdiv(out.shape[1], 1024), out.shape[0])](y, out, out.shape[1], 1024)
     return out
 
 
 def time_graph(step: Callable[[], None], repeats: int = 20, rounds: int = 5) -> float:
-    """Milliseconds of one `step`, replayed as a CUDA graph: the median over rounds of the mean over repeats."""
+    """Milliseconds of one `step`, replayed as a CUDA graph: the median over rounds of the mean over repeats.
+
+    Without a GPU the step runs once, as it is: to see that it does.
+    """
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
+        step()
+        return (time.perf_counter() - start) * 1000
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -195,3 +230,59 @@ def time_graph(step: Callable[[], None], repeats: int = 20, rounds: int = 5) -> 
 def decode_mixes(bs: int, adapters: int, members: int = 1) -> list[list[tuple[int, float]]]:
     """Request i has adapters i, i + 1, ... modulo their number, with unequal weights."""
     return [[((i + j) % adapters, 0.3 + 0.2 * j) for j in range(members)] for i in range(bs)]
+
+
+def decode_added(world: KernelWorld, bs: int, mixes: Mixes, turns: int = 3) -> tuple[float, float]:
+    """Milliseconds that the adapters of `mixes` add to a decode step of `bs` requests, and those of the step without."""
+    overlap = world.side is not None and dispatch.choose(bs, torch.device(world.device)).overlap
+    steps = world.make_step(bs, None), world.make_step(bs, world.pairs([1] * bs, mixes), overlap=overlap)
+    times = [[time_graph(step) for step in steps] for _ in range(turns)]  # in turns: a GPU's clock moves
+    return statistics.median(after - before for before, after in times), statistics.median(before for before, _ in times)
+
+
+def host_preparation(world: KernelWorld, changes: bool, bs: int = 256, members: int = 3, calls: int = 300) -> list[float]:
+    """Milliseconds on the host of each of `calls` updates; nothing waits for the device."""
+    adapters = world.table.capacity - 1
+    mixes = [np.array(mix, dtype=np.float64) for mix in decode_mixes(bs, adapters, min(members, adapters))]
+    pairs = world.pairs([1] * bs, mixes)  # type: ignore[arg-type]
+    times = []
+    for call in range(calls):
+        if changes:
+            mixes[call % bs] = mixes[call % bs].copy()
+        start = time.perf_counter()
+        pairs.update([1] * bs, mixes)
+        times.append((time.perf_counter() - start) * 1000)
+    return times[calls // 10 :]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=results.RESULTS)
+    parser.add_argument("--layers", type=int, default=32, help="of the model; fewer for a quick look")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    arguments = parser.parse_args()
+    on_gpu = arguments.device == "cuda"
+    machine = results.hardware().lower().rpartition(" ")[2] if on_gpu else "cpu"
+    shape: dict[str, Any] = {} if on_gpu else {"shape": TINY, "width": TINY_WIDTH, "device": "cpu", "dtype": torch.float32}
+    world = KernelWorld([16] * 32, arguments.layers, **shape)
+    records: list[dict[str, Any]] = []
+
+    def add(*record: Any, **options: Any) -> None:
+        records.append(results.record(*record, **options))
+        results.write("decode_added", machine, records, arguments.out)
+        print(results.table(records[-1:]), flush=True)
+
+    for name, changes in (("changed", True), ("unchanged", False)):
+        times = host_preparation(world, changes)
+        note = f"256 requests, 3 adapters each; {len(times)} updates, the slowest {max(times):.2g} ms"
+        add(f"host_preparation_ms/{name}", statistics.median(times), "ms", limit="value <= 0.15", note=note)
+    for name, adapters, members in (("1", 1, 1), ("8", 8, 1), ("32", 32, 1), ("mix3of8", 8, 3)):
+        added, base = decode_added(world, 32, decode_mixes(32, adapters, members))
+        add(
+            f"decode_added_ms/{name}", added, "ms", baseline=("products and activations without LoRA, as one graph", base),
+            note=f"32 requests, rank 16, {arguments.layers} layers",
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -16,16 +16,10 @@ import torch
 
 from benchmarks import kernel_alone
 from benchmarks.kernel_alone import RANK, Dense, Merged, Report, Rows, both, check, distinct_mixes, loop, ours, padded_bmm
-from benchmarks.kernel_world import KernelWorld, Layer
+from benchmarks.kernel_world import TINY, TINY_WIDTH, KernelWorld
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-TINY = (
-    Layer("qkv", (0, 1, 2), 32, (32, 16, 16)),
-    Layer("o", (3,), 32, (32,)),
-    Layer("gate_up", (4, 5), 32, (48, 48)),
-    Layer("down", (6,), 48, (32,)),
-)
-OPTIONS = {"shape": TINY, "width": 16, "device": "cpu"}
+OPTIONS = {"shape": TINY, "width": TINY_WIDTH, "device": "cpu"}
 
 
 @pytest.fixture(autouse=True)
