@@ -3,8 +3,9 @@
     python examples/embedded_model/train_fleet.py --out FLEET --device cuda      # trains them
     python -m benchmarks.fleet_quality FLEET/decay_2 [FLEET/decay_0 ...] [--device cuda] [--tables FILE.md]
 
-Policies: uniform (LoRAForge-U), spectral (LoRAForge-S, a budget per adapter), fleet (S, one budget for all), and JD-Full at
-the same budget. A folder's name is its task, its parent's the fleet's name. All adapters of a fleet are scored at once.
+Policies: uniform (LoRAForge-U), spectral (LoRAForge-S, a budget per adapter), fleet (S, one budget for all), bounded (S, but
+an adapter that would lose more than 0.002 of its energy gets more than the budget), and JD-Full at the same budget. A
+folder's name is its task, its parent's the fleet's name. All adapters of a fleet are scored at once.
 Results: ``fleet_quality_<machine>.json``, written after every number; the tables of docs/compression.md.
 """
 
@@ -26,6 +27,7 @@ from benchmarks import results
 from examples.embedded_model import evaluate  # makes the modules beside it importable
 from sglang_lora_tree.adapters.adapter import Adapter, load_adapter
 from sglang_lora_tree.adapters.base_shape import MODULE_PATHS
+from sglang_lora_tree.fleet.budget import count_parameters
 from sglang_lora_tree.fleet.compress import Settings, plan_ranks
 from sglang_lora_tree.fleet.factorisation import Factors, Place, factorise, truncate
 from sglang_lora_tree.fleet.jd_full import jd_full
@@ -36,10 +38,11 @@ import stacked_lora  # isort: skip
 import tasks  # isort: skip
 
 BUDGETS = tuple(Fraction(1, divisor) for divisor in (12, 8, 4, 2))
-POLICIES: dict[str, dict[str, str]] = {
+POLICIES: dict[str, dict[str, Any]] = {
     "spectral": {"policy": "spectral"},
     "uniform": {"policy": "uniform"},
     "fleet": {"policy": "spectral", "scope": "fleet"},
+    "bounded": {"policy": "spectral", "max_energy_loss": 0.002},
 }
 JD_FULL = "jd_full"
 WANTED_LOSS = 1.2
@@ -93,6 +96,8 @@ class Fleet:
     device: str
     scores: dict[str, Scores] = field(default_factory=dict)
     energies: dict[str, list[float]] = field(default_factory=dict)
+    shares: dict[str, float] = field(default_factory=dict)
+    """Of the parameters that are kept."""
 
     @classmethod
     def of(cls, folder: Path, count: int, device: str) -> Fleet:
@@ -118,6 +123,11 @@ class Fleet:
             for adapter, factors, survey, ranks in zip(self.adapters, self.factors, self.surveys, plan, strict=True)
         ]
         self.energies[key] = [energy_share(survey, ranks) for survey, ranks in zip(self.surveys, plan, strict=True)]
+        kept, whole = (
+            sum(count_parameters(survey.spectra, ranks) for survey, ranks in zip(self.surveys, plans, strict=True))
+            for plans in (plan, [survey.ranks for survey in self.surveys])
+        )
+        self.shares[key] = kept / whole
         self.scores[key] = self.scorer.score(smaller)
 
     def records(self, count: int) -> list[dict[str, Any]]:
@@ -132,11 +142,11 @@ class Fleet:
             found = statistics.fmean(self.scores[key])
             beside = ("original", original)
             records.append(results.record(f"score/{name}", found, "points", baseline=beside, note=note + self._each(key)))
-            wanted = f"value <= {WANTED_LOSS}" if (policy, budget) == ("spectral", "1/12") else None
+            wanted = f"value <= {WANTED_LOSS}" if policy in ("spectral", "fleet") and budget == "1/12" else None
             records.append(results.record(f"lost/{name}", original - found, "points", limit=wanted, note=note))
             if key in self.energies:
                 energies = self.energies[key]
-                smallest = f"mean share of energy kept; smallest {min(energies):.4f}"
+                smallest = f"mean share of energy kept; smallest {min(energies):.4f}; {self.shares[key]:.4f} of the parameters"
                 records.append(results.record(f"energy/{name}", statistics.fmean(energies), "", note=smallest))
         return records
 
@@ -154,7 +164,7 @@ def markdown(fleet: Fleet) -> str:
         energy = f" ({statistics.fmean(fleet.energies[key]):.3f})" if key in fleet.energies else ""
         return f"{statistics.fmean(fleet.scores[key]):.2f}{energy}"
 
-    names = ("uniform", "spectral", "fleet", JD_FULL)
+    names = ("uniform", *(name for name in POLICIES if name != "uniform"), JD_FULL)
     lines = [f"{fleet.name}\n", "| budget | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     lines.append(f"| 1 (original) | {mean('original')} |" + " |" * (len(names) - 1))
     lines += [f"| {budget} | {' | '.join(mean(f'{name} {budget}') for name in names)} |" for budget in reversed(BUDGETS)]
@@ -173,6 +183,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=results.RESULTS, help="folder for fleet_quality_<machine>.json")
     parser.add_argument("--tables", type=Path, help="write the tables here, in Markdown")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--only", nargs="+", metavar="'POLICY BUDGET'", help="these, as 'spectral 1/12' (default: all)")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing new after these")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -182,8 +193,16 @@ def main() -> None:
     # What matters most first: the smallest budget, then the two policies of the paper, then what they are compared with.
     todo = [(name, BUDGETS[0]) for name in (*POLICIES, JD_FULL)]
     todo += [
-        (name, budget) for names in (("spectral", "uniform"), ("fleet",), (JD_FULL,)) for budget in BUDGETS[1:] for name in names
+        (name, budget)
+        for names in (("spectral", "uniform"), ("fleet", "bounded"), (JD_FULL,))
+        for budget in BUDGETS[1:]
+        for name in names
     ]
+    if arguments.only:
+        todo = [(name, budget) for name, budget in todo if f"{name} {budget}" in arguments.only]
+        assert len(todo) == len(arguments.only), (
+            f"--only {arguments.only}: policies {', '.join((*POLICIES, JD_FULL))}, budgets 1/12 to 1/2"
+        )
     for (name, budget), fleet in itertools.product(todo, fleets):
         key = f"{name} {budget}"
         if time.monotonic() > end:

@@ -33,12 +33,14 @@ def test_a_budget_of_everything_changes_nothing_and_spectral_keeps_most(fleet):
         fleet.compress(policy, Fraction(1))
         assert fleet.energies[f"{policy} 1"] == pytest.approx([1, 1])
         assert fleet.scores[f"{policy} 1"] == fleet.scores["original"]
-    for policy in ("uniform", "spectral", fleet_quality.JD_FULL):
+    for policy in (*fleet_quality.POLICIES, fleet_quality.JD_FULL):
         fleet.compress(policy, Fraction(1, 12))
     pairs = zip(fleet.energies["spectral 1/12"], fleet.energies["uniform 1/12"], strict=True)
     assert all(0 < uniform < spectral < 1 for spectral, uniform in pairs)
     records = {record["metric"]: record for record in fleet.records(2)}
-    limited = [metric for metric, record in records.items() if record["limit"] is not None]
-    assert limited == ["lost/decay_4/spectral/1_12"], "the wanted loss is that of spectral ranks at 1/12"
+    limited = {metric for metric, record in records.items() if record["limit"] is not None}
+    assert limited == {"lost/decay_4/spectral/1_12", "lost/decay_4/fleet/1_12"}, "wanted is a loss with spectral ranks at 1/12"
+    assert fleet.shares["fleet 1/12"] <= fleet.shares["uniform 1/12"] < fleet.shares["bounded 1/12"]
+    assert min(fleet.energies["bounded 1/12"]) >= 0.998
     assert "xml" in records["score/decay_4/jd_full/1_12"]["note"]
     assert fleet_quality.markdown(fleet).count("\n| ") == 2 + 1 + len(fleet_quality.BUDGETS) + 2
