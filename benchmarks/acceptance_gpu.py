@@ -162,7 +162,8 @@ def prefill_graphs(work: Path) -> Records:
     """
     captured, padded = (64, 512, 1024), (3, 30, 500, 513, 900, 1500)
     on = [*GRAPHS, "--cuda-graph-backend-prefill", "breakable", "--cuda-graph-max-bs-prefill", "2048"]
-    records = exactness(work, "prefill_graphs", on, FLOAT32, "float32, triton attention with IEEE dots, decode and prefill graphs")
+    note = "float32, triton attention with IEEE dots, decode and prefill graphs"
+    records = exactness(work, "prefill_graphs", on, FLOAT32, note)
     options = ["--model-path", str(work / "small"), "--skip-tokenizer-init", "--lora-tree", "--dtype", "float32"]
     options += ["--max-total-tokens", "24000", "--hicache-ratio", "2", "--sampling-backend", "pytorch", "--lora-paths"]
     options += [f"{name}={work / 'small_adapters' / name}" for name in SMALL_ADAPTERS]

@@ -3,9 +3,11 @@
     python -m benchmarks.kernels [--cases decode/1 prefill/8 ...] [--servers base triton_v2 ours ...] [--out FOLDER]
 
 Needs one GPU with 140 GB (up to five servers of the Llama-3-8B shape with random weights stand side by side; one works at a
-time). 32 requests of 256 prompt tokens make 128 tokens each; for prefill, 8 requests of 1,024 prompt tokens make one. A number
-is the median of three runs after one that warms up; the base model runs first and last. A second base server prefills with
-CUDA graphs, which our backend (like SGLang's) does not use: ``.../prefill_graphs``. Our host tier copies what is used a second
+time). The file is written after the base model's first measurement and after every case; a server that is not up in time is
+left out. 32 requests of 256 prompt tokens make 128 tokens each; for prefill, 8 requests of 1,024 prompt tokens make one. A number
+is the median of three runs after one that warms up; the base model runs first and last. Servers
+whose name ends in prefill_graphs prefill with CUDA graphs, the others without; against base_prefill_graphs a metric ends in
+``/prefill_graphs``. They serve adapters of rank 16 alone. Our host tier copies what is used a second
 time (``write_through_selective``): no prompt of these runs is. Results: ``kernels_<gpu>.json``.
 """
 
@@ -32,6 +34,9 @@ from benchmarks.server import Server
 Mix = Mapping[str, float]
 Records = list[dict[str, Any]]
 RUNS = 3
+START_SECONDS = 240
+SERVERS = ("base", "base_prefill_graphs", "csgmv", "triton_v2", "triton_v2_prefill_graphs", "ours", "ours_prefill_graphs")
+DEFAULT_SERVERS = ("base", "base_prefill_graphs", "triton_v2", "ours", "ours_prefill_graphs")
 _SEEDS = itertools.count()
 
 
@@ -50,6 +55,14 @@ class Case:
     wanted: float | None = None
     stock: bool = False
     prefill: bool = False
+
+    def is_for(self, server: str) -> bool:
+        """Whether a server has the adapters, and can serve mixes of them."""
+        if server.startswith("base"):
+            return False
+        if server.endswith("prefill_graphs") and any(not name.startswith("r16_") for mix in self.mixes for name in mix):
+            return False
+        return self.stock or server.startswith("ours")
 
 
 def _distinct(rank: int, count: int) -> list[Mix]:
@@ -104,41 +117,59 @@ def measure(server: Server, case: Case | None, prefill: bool) -> list[float]:
 
 
 def make_servers(work: Path) -> dict[str, Server]:
-    """Base model, without and with prefill graphs, SGLang's two backends, and ours; same settings."""
+    """Base model, SGLang's two backends, and ours, without and with prefill graphs; same settings."""
     model = write_config(work / "llama8b")
-    with ThreadPoolExecutor(12) as pool:
-        todo = [(rank, index) for rank, count in ADAPTERS.items() for index in range(count)]
-        list(pool.map(lambda job: write_adapter(work / f"r{job[0]}_{job[1]}", 100 * job[0] + job[1], job[0]), todo))
     common = ["--model-path", str(model), "--load-format", "dummy", "--skip-tokenizer-init", "--dtype", "bfloat16"]
     common += ["--attention-backend", "triton", "--cuda-graph-max-bs-decode", "32", "--mem-fraction-static", "0.95"]
     small = [*common, "--max-total-tokens", "14000"]
     eager = ["--cuda-graph-backend-prefill", "disabled"]
-    stock = [*small, *eager, "--enable-lora", "--max-lora-rank", "16", "--max-loras-per-batch", "32", "--max-loaded-loras", "32"]
+    # Few sizes start faster; these are the batches' own: all requests at once, or the first alone and then the rest.
+    graphs = ["--cuda-graph-backend-prefill", "breakable", "--chunked-prefill-size", "8192"]
+    graphs += ["--cuda-graph-bs-prefill", "256", "512", "1024", "2048", "4096", "7168", "7936", "8192"]
+    stock = [*small, "--enable-lora", "--max-lora-rank", "16", "--max-loras-per-batch", "32", "--max-loaded-loras", "32"]
     stock += ["--lora-target-modules", "all", "--lora-paths", *(f"r16_{index}={work}/r16_{index}" for index in range(32))]
     paths = [f"r{rank}_{index}={work}/r{rank}_{index}" for rank, count in ADAPTERS.items() for index in range(count)]
-    ours = [*common, *eager, "--max-total-tokens", "130000", "--lora-tree", "--max-loras-per-batch", "32"]
+    ours = [*common, "--lora-tree", "--max-loras-per-batch", "32"]
     ours += ["--hicache-ratio", "1.1", "--hicache-write-policy", "write_through_selective"]
-    ours += ["--max-loaded-loras", "64", "--lora-paths", *paths]
+    ours += ["--max-loaded-loras", "64"]
+    rank_16 = [path for path in paths if path.startswith("r16_")]
     return {
         "base": Server([*small, *eager], work / "base.log"),
-        "base_prefill_graphs": Server(small, work / "base_prefill_graphs.log"),
-        "csgmv": Server([*stock, "--lora-backend", "csgmv"], work / "csgmv.log"),
-        "triton_v2": Server([*stock, "--lora-backend", "triton_v2"], work / "triton_v2.log"),
-        "ours": Server(ours, work / "ours.log"),
+        "base_prefill_graphs": Server([*small, *graphs], work / "base_prefill_graphs.log"),
+        "csgmv": Server([*stock, *eager, "--lora-backend", "csgmv"], work / "csgmv.log"),
+        "triton_v2": Server([*stock, *eager, "--lora-backend", "triton_v2"], work / "triton_v2.log"),
+        "triton_v2_prefill_graphs": Server([*stock, *graphs, "--lora-backend", "triton_v2"], work / "triton_v2_graphs.log"),
+        "ours": Server([*ours, *eager, "--max-total-tokens", "130000", "--lora-paths", *paths], work / "ours.log"),
+        "ours_prefill_graphs": Server(
+            [*ours, *graphs, "--max-total-tokens", "50000", "--lora-paths", *rank_16], work / "ours_graphs.log"
+        ),
     }
+
+
+def write_adapters(work: Path) -> None:
+    """Seconds on many cores, a minute on few."""
+    todo = [(rank, index) for rank, count in ADAPTERS.items() for index in range(count)]
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(lambda job: write_adapter(work / f"r{job[0]}_{job[1]}", 100 * job[0] + job[1], job[0]), todo))
 
 
 def serve(work: Path, names: Sequence[str] | None, server_names: Sequence[str], write: Callable[[Records], object]) -> Records:
     """All cases on all servers; `write` is given what is known after each case, so that a run cut short has its results."""
     servers = {name: server for name, server in make_servers(work).items() if name in server_names}
     rates: dict[tuple[str, str], list[float]] = {}
+    if set(servers) - {"base", "base_prefill_graphs"}:
+        write_adapters(work)
     with ExitStack() as stack:
 
         def start(item: tuple[int, str]) -> str | None:
             time.sleep(4 * item[0])  # each looks at the free memory while it starts
+            server = servers[item[1]]
             try:
-                stack.enter_context(servers[item[1]])
+                stack.callback(server.stop)
+                server.start()
+                server.wait(START_SECONDS)
             except RuntimeError as error:
+                server.stop()
                 print(f"{item[1]}: {error}", flush=True)
                 return None
             print(f"{item[1]} is up after {servers[item[1]].start_seconds:.0f} s", flush=True)
@@ -153,9 +184,10 @@ def serve(work: Path, names: Sequence[str] | None, server_names: Sequence[str], 
                 if name in up:
                     rates[name, label] = measure(servers[name], None, case_prefill)
                     print(name, label, [round(rate) for rate in rates[name, label]], flush=True)
+            write(make_records(chosen, rates))
             for case in (case for case in chosen if case.prefill == case_prefill):
                 for name in up:
-                    if name == "ours" or (case.stock and name in ("csgmv", "triton_v2")):
+                    if case.is_for(name):
                         try:
                             rates[name, case.name] = measure(servers[name], case, case_prefill)
                             print(name, case.name, [round(rate) for rate in rates[name, case.name]], flush=True)
@@ -165,19 +197,26 @@ def serve(work: Path, names: Sequence[str] | None, server_names: Sequence[str], 
             if "base" in up:
                 rates["base", label] += measure(servers["base"], None, case_prefill)
                 print("base", label, [round(rate) for rate in rates["base", label]], flush=True)
+                write(make_records(chosen, rates))
     return make_records(chosen, rates)
 
 
 def make_records(cases: Sequence[Case], rates: Mapping[tuple[str, str], list[float]]) -> Records:
-    records = []
+    """The base model's rates, and every case's over them."""
+    records = [
+        results.record(f"{label}_rate/{name}", statistics.median(values), "tok/s")
+        for (name, label), values in rates.items()
+        if label in ("decode", "prefill")
+    ]
     for case in cases:
         kind, _, rest = case.name.partition("/")
         for base, suffix in (("base", ""), ("base_prefill_graphs", "/prefill_graphs")):
-            for name in ("ours", "csgmv", "triton_v2"):
+            for name in ("ours", "ours_prefill_graphs", "csgmv", "triton_v2", "triton_v2_prefill_graphs"):
                 if (name, case.name) not in rates or (base, kind) not in rates:
                     continue
                 metric = f"{kind}_vs_base/{rest}" + ("" if name == "ours" else f"/{name}") + suffix
-                limit = f"ratio >= {case.wanted}" if name == "ours" and case.wanted else None
+                alike = name.endswith("prefill_graphs") == (base == "base_prefill_graphs")
+                limit = f"ratio >= {case.wanted}" if name.startswith("ours") and alike and case.wanted else None
                 value, baseline = statistics.median(rates[name, case.name]), statistics.median(rates[base, kind])
                 records.append(results.record(metric, value, "tok/s", baseline=(f"{base} without LoRA", baseline), limit=limit))
     return records
@@ -186,7 +225,7 @@ def make_records(cases: Sequence[Case], rates: Mapping[tuple[str, str], list[flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES])
-    parser.add_argument("--servers", nargs="+", default=["base", "base_prefill_graphs", "csgmv", "triton_v2", "ours"])
+    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(DEFAULT_SERVERS))
     parser.add_argument("--out", type=Path, default=results.RESULTS)
     arguments = parser.parse_args()
     machine = results.hardware().lower().rpartition(" ")[2]
