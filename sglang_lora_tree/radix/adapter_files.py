@@ -8,7 +8,9 @@ back through a file in memory, in one piece.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import queue
@@ -25,6 +27,9 @@ import torch
 from sglang_lora_tree.adapters.adapter import load_adapter
 from sglang_lora_tree.adapters.base_shape import BaseShape
 from sglang_lora_tree.radix.layout import Outline, Packer, PoolShape, Shard
+from sglang_lora_tree.radix.leftovers import remove_leftovers
+
+_ROWS_PREFIX = "lora-tree-rows-"
 
 
 class AdapterFiles(Protocol):
@@ -88,6 +93,8 @@ class RemoteFiles:
 
     def start(self) -> None:
         """Start the children now, so that the first reader does not wait for them to import torch."""
+        # Of servers that were killed while they read: memory, for as long as the machine runs.
+        remove_leftovers(Path(_scratch_folder() or tempfile.gettempdir()), _ROWS_PREFIX + "*")
         for _ in range(self._idle.qsize()):
             self._idle.put(self._idle.get() or self._start())
 
@@ -100,9 +107,10 @@ class RemoteFiles:
     def rows(
         self, paths: Sequence[str], name: str, digest: str, packer: Packer, dtype: torch.dtype
     ) -> tuple[torch.Tensor, int]:
-        handle, file = tempfile.mkstemp(prefix="lora-tree-rows-", dir=_scratch_folder())
-        os.close(handle)
+        handle, file = tempfile.mkstemp(prefix=_ROWS_PREFIX, dir=_scratch_folder())
         try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
             reply = self._ask(
                 {
                     "ask": "rows",
@@ -120,6 +128,7 @@ class RemoteFiles:
             rows = torch.from_file(file, shared=False, size=shape[0] * shape[1], dtype=dtype).view(shape)
             return rows, reply["bytes"]
         finally:
+            os.close(handle)
             os.unlink(file)  # the mapping keeps the bytes until the rows are dropped
 
     def close(self) -> None:

@@ -10,16 +10,21 @@ import atexit
 import json
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors.torch import save_file
 
 from sglang_lora_tree.radix.identity import adapter_identity
 from sglang_lora_tree.radix.layout import Outline
+from sglang_lora_tree.radix.leftovers import mark_in_use, remove_leftovers
+
+_SPOOL_PREFIX = "sglang-lora-tree-"
+_LOCK = "in_use"
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,9 @@ class AdapterStore:
         self._identity_by_id: dict[str, str] = {}
         self._spool_dir = spool_dir
         self._spool: Path | None = None
+        self._making_spool = threading.Lock()  # readers are threads
+        self._lock: IO[bytes] | None = None
+        """Open as long as the folder is in use."""
         self._spooled: dict[str, str] = {}
         """Names of adapters that came as tensors, with their folders: kept while a name is evicted and may come back."""
 
@@ -110,16 +118,36 @@ class AdapterStore:
         return len(self._by_identity)
 
     def spool(self, lora_id: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> str:
-        """Keep an adapter that came as tensors as a folder, so that host memory may forget it; returns the folder."""
-        if self._spool is None:
-            self._spool = Path(tempfile.mkdtemp(prefix="sglang-lora-tree-", dir=self._spool_dir))
-            atexit.register(shutil.rmtree, self._spool, ignore_errors=True)
-        folder = self._spool / lora_id
+        """Keep an adapter that came as tensors as a folder, so that host memory may forget it; returns the folder.
+
+        Raises:
+            ValueError: the config is not JSON.
+        """
+        try:
+            text = json.dumps(dict(config))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the adapter's config is not JSON ({error}): send what adapter_config.json would hold") from error
+        folder = self._make_spool() / lora_id
         folder.mkdir()
-        owned = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
-        save_file(owned, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(json.dumps(dict(config)))
+        try:
+            owned = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
+            save_file(owned, folder / "adapter_model.safetensors")
+            (folder / "adapter_config.json").write_text(text)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)  # a disk that is full would stay full
+            raise
         return str(folder)
+
+    def _make_spool(self) -> Path:
+        with self._making_spool:
+            if self._spool is None:
+                # A scheduler is usually killed, and runs nothing at its exit.
+                remove_leftovers(Path(self._spool_dir or tempfile.gettempdir()), f"{_SPOOL_PREFIX}*/{_LOCK}")
+                spool = Path(tempfile.mkdtemp(prefix=_SPOOL_PREFIX, dir=self._spool_dir))
+                self._lock = mark_in_use(spool / _LOCK)
+                atexit.register(shutil.rmtree, spool, ignore_errors=True)
+                self._spool = spool
+            return self._spool
 
     def spooled(self, name: str) -> str:
         """The folder of an adapter that came as tensors; ValueError if it is gone."""

@@ -100,3 +100,21 @@ def test_tensors_are_spooled_byte_for_byte(tmp_path: Path) -> None:
     path = store.spool("id", tensors, {"r": 1})
     again = load_file(Path(path) / "adapter_model.safetensors")
     assert all(torch.equal(again[key], value) and again[key].dtype == value.dtype for key, value in tensors.items())
+
+
+def test_a_config_that_is_not_json_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    store = AdapterStore(str(tmp_path))
+    with pytest.raises(ValueError, match="config is not JSON"):
+        store.spool("id1", {"w": torch.ones(2)}, {"target_modules": {"q_proj"}})  # as PEFT's to_dict gives it
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_tensors_that_cannot_be_written_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_disk(tensors: object, file: Path) -> None:
+        file.write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("sglang_lora_tree.radix.store.save_file", fill_disk)
+    with pytest.raises(OSError, match="no space"):
+        AdapterStore(str(tmp_path)).spool("id1", {"w": torch.ones(2)}, {})
+    assert not list(tmp_path.rglob("*.safetensors"))

@@ -1,0 +1,42 @@
+"""Files of processes that were killed: a lock, which ends with its process, tells them from those in use.
+
+Process ids would not do: servers in several containers may share a folder, and each has ids of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from pathlib import Path
+from typing import IO
+
+
+def mark_in_use(path: Path) -> IO[bytes]:
+    """Make a lock file; what is returned must be kept open as long as its folder is in use.
+
+    On a file system without locks there is none, and the folder is never taken for a leftover.
+    """
+    draft = path.with_name(path.name + ".draft")  # nobody must find it before it is locked
+    lock = draft.open("wb")
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        draft.rename(path)
+    return lock
+
+
+def remove_leftovers(folder: Path, pattern: str) -> None:
+    """Remove what no living process has locked.
+
+    Args:
+        folder: where to look.
+        pattern: of lock files. One in a folder of its own goes with that folder, one that lies in ``folder`` alone.
+    """
+    for path in folder.glob(pattern):
+        with contextlib.suppress(OSError), path.open("rb") as lock:  # another user's, in use, or gone by now
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.parent == folder:
+                os.unlink(path)
+            else:
+                shutil.rmtree(path.parent, ignore_errors=True)

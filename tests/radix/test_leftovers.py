@@ -1,0 +1,44 @@
+"""What a killed process left is removed; what a living one uses is not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from sglang_lora_tree.radix.leftovers import mark_in_use, remove_leftovers
+from sglang_lora_tree.radix.store import AdapterStore
+
+_KILLED = """
+import os, pathlib, sys
+from sglang_lora_tree.radix.leftovers import mark_in_use
+lock = mark_in_use(pathlib.Path(sys.argv[1]))
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_folder_goes_when_its_process_was_killed_and_stays_while_it_lives(tmp_path: Path) -> None:
+    for name in ("dead", "alive", "unknown"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_bytes(b"weights")
+    subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path / "dead" / "in_use")])
+    assert (tmp_path / "dead" / "in_use").exists()
+    with mark_in_use(tmp_path / "alive" / "in_use"):
+        remove_leftovers(tmp_path, "*/in_use")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alive", "unknown"]
+
+
+def test_a_file_that_lies_alone_goes_alone(tmp_path: Path) -> None:
+    (tmp_path / "rows-1").write_bytes(b"rows")
+    (tmp_path / "other").write_bytes(b"other")
+    remove_leftovers(tmp_path, "rows-*")
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_two_servers_share_a_spool_folder(tmp_path: Path) -> None:
+    one, two = AdapterStore(str(tmp_path)), AdapterStore(str(tmp_path))
+    first = one.spool("id1", {"w": torch.ones(2)}, {})
+    second = two.spool("id1", {"w": torch.ones(2)}, {})
+    assert Path(first).is_dir() and Path(second).is_dir()
