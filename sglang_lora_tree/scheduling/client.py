@@ -47,8 +47,9 @@ def remove_stale_folders() -> None:
     """Remove the sockets of schedulers that were killed and could not."""
     for folder in Path(tempfile.gettempdir()).glob(_PREFIX + "*"):
         pid = folder.name[len(_PREFIX) :].split("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and folder.stat().st_uid == os.getuid():
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another server that starts may have removed it just now
+            if pid.isdigit() and not Path(f"/proc/{pid}").exists() and folder.stat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass

@@ -111,11 +111,13 @@ def test_after_everything_was_swapped_out(live: Live) -> None:
     """Base prompts fill the pool, adapters and KV go to host memory or are dropped, and come back exact."""
     cases = make_cases(live, 12, 15, seed=6)
     ask(live, cases)
-    before = live.server.tree()["counters"]
+    before = live.server.tree()
+    resident = before["plans"]["resident_adapters"]  # five do not always fit
+    assert resident > 0, before
     for prompt in random_prompts(3, live.pool_size - 100, live.vocab, seed=7):
         ask(live, [(prompt, None)])
-    after = live.server.tree()["counters"]
-    assert after["swap_outs"] >= before["swap_outs"] + 5, (before, after)
+    after = live.server.tree()
+    assert after["counters"]["swap_outs"] >= before["counters"]["swap_outs"] + resident, (before, after)
     ask(live, cases)
 
 
