@@ -86,6 +86,7 @@ def run(part: Part, out: Path, seconds: float) -> dict[str, object]:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **dict(part.environment)},
+            preexec_fn=hear_interrupts,
         )  # fmt: skip
         try:
             code: int | None = process.wait(seconds)
@@ -94,6 +95,11 @@ def run(part: Part, out: Path, seconds: float) -> dict[str, object]:
         stop(process)
     outcome = "cut" if code is None else "passed" if code == 0 else f"failed ({code})"
     return {"part": part.name, "outcome": outcome, "seconds": round(time.monotonic() - start)}
+
+
+def hear_interrupts() -> None:
+    """In a part, before it starts: a shell's background jobs ignore SIGINT, and so would all that they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -7,6 +7,7 @@ weights is a :class:`~sglang_lora_tree.composite.backend_hooks.ModuleGroup`.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -129,6 +130,11 @@ class TreeLoRAManager(LoRAManager):
         self.residency = Residency(cache, self.store, packer, table, self.settings)
         if isinstance(self.residency.files, RemoteFiles):
             self.residency.files.start()
+        everything = hashlib.sha256("".join(stored.outline.digest for stored in self.store).encode()).hexdigest()
+        own = int(everything[:15], 16)
+        lowest, negative = cache.agree(torch.tensor([own, -own], dtype=torch.int64)).tolist()
+        if lowest != -negative:
+            raise ValueError("--lora-paths: the ranks read different adapter files: give every node the same ones")
         for stored in self.store:
             self.residency.check_fits(stored.outline, stored.name)
             self.residency.note_registered(stored)
@@ -161,15 +167,13 @@ class TreeLoRAManager(LoRAManager):
             reply(self._result(f"adapter {name} is loaded already: unload it first, or choose another name"))
             return
 
+        paths: list[str] = []  # where this rank found it: one, or none
+
         def work() -> tuple[str, Outline]:
-            path = find()
-            try:
-                outline = residency.files.outline(path, name, self.base)
-                residency.check_fits(outline, name)
-            except ValueError:
-                self.store.discard_spooled(path)
-                raise
-            return path, outline
+            paths.append(find())
+            outline = residency.files.outline(paths[0], name, self.base)
+            residency.check_fits(outline, name)
+            return paths[0], outline
 
         def on_done(outcome: tuple[str, Outline]) -> None:
             path, outline = outcome
@@ -182,7 +186,12 @@ class TreeLoRAManager(LoRAManager):
             self._add(Registration(ref.lora_id, name, path, bool(ref.pinned)), outline)
             reply(self._result())
 
-        residency.reader.submit(work, on_done, on_failed=lambda error: reply(self._result(error)))
+        def on_failed(error: str) -> None:
+            for path in paths:
+                self.store.discard_spooled(path)  # also where only another rank has failed
+            reply(self._result(error))
+
+        residency.reader.submit(work, on_done, on_failed, fingerprint=lambda outcome: outcome[1].fingerprint)
 
     def unload(self, ref: LoRARef, for_good: bool) -> LoRAUpdateOutput:
         """Forget a name. SGLang has waited for its requests; slots, host copy and KV are the first to be reclaimed.

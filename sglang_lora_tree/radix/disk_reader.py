@@ -2,7 +2,8 @@
 
 A job runs in a thread; its outcome is applied in the loop. When a job is done differs between ranks (disks do), so an
 outcome is applied only once every rank has it, in the order of submission: the ranks take the smallest state of each job,
-as HiCache does with its copies.
+as HiCache does with its copies. What a job found can differ too (a folder that is written to meanwhile, nodes with disks of their
+own): where it matters the ranks compare, and fail together.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class Job:
     future: Future[Any]
     on_done: Callable[[Any], None]
     on_failed: Callable[[str], None]
+    fingerprint: Callable[[Any], int] | None = None
+    """Of a value that all ranks must find alike, 63 bits."""
 
     @property
     def state(self) -> int:
@@ -50,10 +53,18 @@ class DiskReader:
         self._jobs: list[Job] = []
 
     def submit(
-        self, work: Callable[[], Any], on_done: Callable[[Any], None], on_failed: Callable[[str], None]
+        self,
+        work: Callable[[], Any],
+        on_done: Callable[[Any], None],
+        on_failed: Callable[[str], None],
+        fingerprint: Callable[[Any], int] | None = None,
     ) -> None:
-        """Start ``work`` in a thread; one of the callbacks runs in a later :meth:`poll`."""
-        self._jobs.append(Job(self._executor.submit(work), on_done, on_failed))
+        """Start ``work`` in a thread; one of the callbacks runs in a later :meth:`poll`.
+
+        Args:
+            fingerprint: of the value, 63 bits; the job fails on every rank if ranks found different ones. None: not compared.
+        """
+        self._jobs.append(Job(self._executor.submit(work), on_done, on_failed, fingerprint))
 
     @property
     def num_pending(self) -> int:
@@ -66,14 +77,26 @@ class DiskReader:
         states = self._agree(torch.tensor([job.state for job in self._jobs], dtype=torch.int64)).tolist()
         finished = [(job, state) for job, state in zip(self._jobs, states, strict=True) if state != _PENDING]
         self._jobs = [job for job, state in zip(self._jobs, states, strict=True) if state == _PENDING]
+        differs = self._find_different([job for job, state in finished if state == _DONE and job.fingerprint])
         for job, state in finished:
             error = job.future.exception()
-            if state == _DONE and error is None:
+            if id(job) in differs:
+                job.on_failed("ranks read different files: give every node the same ones, and load again when they are written")
+            elif state == _DONE and error is None:
                 job.on_done(job.future.result())
             else:
                 if error is not None and not isinstance(error, ValueError):
                     logger.error("reading an adapter failed", exc_info=error)
                 job.on_failed(str(error) if error is not None else "another rank could not read the adapter's files")
+
+    def _find_different(self, done: list[Job]) -> set[int]:
+        """Ids of the jobs whose values are not the same on every rank. The same jobs are asked about on every rank."""
+        if not done:
+            return set()
+        prints = [job.fingerprint(job.future.result()) for job in done if job.fingerprint]
+        lowest = self._agree(torch.tensor([*prints, *(-own for own in prints)], dtype=torch.int64)).tolist()
+        pairs = zip(done, lowest[: len(done)], lowest[len(done) :], strict=True)
+        return {id(job) for job, least, negative in pairs if least != -negative}
 
     def drain(self) -> None:
         """Wait for the threads and forget all outcomes (a flush, when the server is idle)."""

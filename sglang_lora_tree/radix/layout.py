@@ -98,6 +98,11 @@ class Outline:
             scaling[layer, MODULES.index(name)] = module.scaling
         return cls(adapter.digest, rank, scaling)
 
+    @property
+    def fingerprint(self) -> int:
+        """60 bits of the digest, for ranks to compare."""
+        return int(self.digest[:15], 16)
+
 
 @dataclass(frozen=True, eq=False)
 class AdapterLayout:

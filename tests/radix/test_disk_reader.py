@@ -120,3 +120,21 @@ def test_drain_waits_for_the_threads_and_forgets_their_outcomes() -> None:
     assert ended == [1] and reader.num_pending == 0
     reader.poll()
     assert log == []
+
+
+@pytest.mark.parametrize(("own", "other", "same"), [(7, 7, True), (7, 9, False), (9, 7, False)])
+def test_ranks_that_found_different_things_fail_together(own: int, other: int, same: bool) -> None:
+    """Whichever of them has the larger fingerprint; a job without one is not compared."""
+
+    def agree(values: torch.Tensor) -> torch.Tensor:
+        # Two jobs' states first, then the fingerprint of the one that has one.
+        return values if values.tolist() == [2, 2] else torch.minimum(values, torch.tensor([other, -other]))
+
+    reader, done, failed = DiskReader(1, agree), [], []
+    for fingerprint in (lambda value: value, None):
+        reader.submit(lambda: own, done.append, failed.append, fingerprint)
+    for job in reader._jobs:
+        job.future.result(10)
+    reader.poll()
+    assert (done, len(failed)) == (([own, own], 0) if same else ([own], 1))
+    assert same or "different files" in failed[0]
