@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from sglang_lora_tree.adapters.base_shape import MODULE_PATHS, BaseShape
+
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -42,23 +44,14 @@ def write_adapter(folder: Path, seed: int, rank: int = 16) -> Path:
     """A random adapter on all linear layers, without building the model."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
-    widths = {
-        "self_attn.q_proj": (4096, 4096),
-        "self_attn.k_proj": (4096, 1024),
-        "self_attn.v_proj": (4096, 1024),
-        "self_attn.o_proj": (4096, 4096),
-        "mlp.gate_proj": (4096, 14336),
-        "mlp.up_proj": (4096, 14336),
-        "mlp.down_proj": (14336, 4096),
-    }
+    base = BaseShape.from_hf_config(CONFIG)
     tensors = {}
-    for layer in range(32):
-        for name, (d_in, d_out) in widths.items():
-            key = f"base_model.model.model.layers.{layer}.{name}"
+    for layer in range(base.num_layers):
+        for module, (d_in, d_out) in base.widths.items():
+            key = f"base_model.model.model.layers.{layer}.{MODULE_PATHS[module]}"
             tensors[f"{key}.lora_A.weight"] = (torch.randn(rank, d_in, generator=generator) / d_in**0.5).bfloat16()
             tensors[f"{key}.lora_B.weight"] = (torch.randn(d_out, rank, generator=generator) * 0.01).bfloat16()
     save_file(tensors, folder / "adapter_model.safetensors")
-    modules = [name.rpartition(".")[2] for name in widths]
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "task_type": "CAUSAL_LM"}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(base.widths), "task_type": "CAUSAL_LM"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder

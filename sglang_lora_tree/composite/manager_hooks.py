@@ -31,6 +31,7 @@ from sglang_lora_tree.config import Settings, current_settings
 from sglang_lora_tree.kernels.pool import PoolView
 from sglang_lora_tree.kernels.table import AdapterTable
 from sglang_lora_tree.radix.adapter_files import LocalFiles, RemoteFiles
+from sglang_lora_tree.radix.agreement import find_same
 from sglang_lora_tree.radix.cache_hooks import LoraTreeCache, check_kv_pool
 from sglang_lora_tree.radix.layout import Outline, Packer, Shard
 from sglang_lora_tree.radix.residency import Residency
@@ -131,9 +132,7 @@ class TreeLoRAManager(LoRAManager):
         if isinstance(self.residency.files, RemoteFiles):
             self.residency.files.start()
         everything = hashlib.sha256("".join(stored.outline.digest for stored in self.store).encode()).hexdigest()
-        own = int(everything[:15], 16)
-        lowest, negative = cache.agree(torch.tensor([own, -own], dtype=torch.int64)).tolist()
-        if lowest != -negative:
+        if not all(find_same([int(everything[:15], 16)], cache.agree)):
             raise ValueError("--lora-paths: the ranks read different adapter files: give every node the same ones")
         for stored in self.store:
             self.residency.check_fits(stored.outline, stored.name)
@@ -245,7 +244,11 @@ class TreeLoRAManager(LoRAManager):
         """Turn a batch's ``lora_ids`` into pairs (seam: ``ForwardBatch.init_new``, and the graph runners)."""
         seg_lens, members = self._segments(forward_batch)
         use_decode_graph = self._use_cuda_graph_batch(forward_batch)
-        use_prefill_graph = not use_decode_graph and self.can_use_prefill_cuda_graph(forward_batch)
+        use_prefill_graph = (
+            not use_decode_graph
+            and super().can_use_prefill_cuda_graph(forward_batch)
+            and self._fits_prefill_graph(seg_lens, members)
+        )
         self.lora_backend.prepare(seg_lens, members, use_decode_graph, use_prefill_graph)
 
     def can_use_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
@@ -254,16 +257,15 @@ class TreeLoRAManager(LoRAManager):
         Adapters are complete on the GPU before their requests are admitted, so nothing in a graph has to wait for them;
         history KV that is still coming in is waited for in attention, which breakable graphs leave outside.
         """
-        if not super().can_use_prefill_cuda_graph(forward_batch):
-            return False
-        seg_lens, members = self._segments(forward_batch)
-        return self.lora_backend.fits_prefill_graph(seg_lens, members, self._prefill_graph_tokens(sum(seg_lens)))
+        return super().can_use_prefill_cuda_graph(forward_batch) and self._fits_prefill_graph(*self._segments(forward_batch))
 
-    def _prefill_graph_tokens(self, num_tokens: int) -> int:
-        """Tokens of the graph that a batch would replay; while graphs are captured there is no runner, and it is the batch's."""
-        runner = getattr(self.model_runner, "prefill_cuda_graph_runner", None)
+    def _fits_prefill_graph(self, seg_lens: list[int], members: list[np.ndarray]) -> bool:
+        """Whether our part of a batch may replay the graph that its tokens fall to."""
+        num_tokens = sum(seg_lens)
+        runner = getattr(self.model_runner, "prefill_cuda_graph_runner", None)  # none while graphs are captured
         sizes = getattr(runner, "capture_num_tokens", None) or ()
-        return min((size for size in sizes if size >= num_tokens), default=num_tokens)
+        graph_tokens = min((size for size in sizes if size >= num_tokens), default=num_tokens)
+        return self.lora_backend.fits_prefill_graph(seg_lens, members, graph_tokens)
 
     def _segments(self, forward_batch: ForwardBatch) -> tuple[list[int], list[np.ndarray]]:
         """Each request's tokens and mix."""

@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.unified_cache.tree_core_registry import register_tree_
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_lora_tree.config import Settings, current_settings
+from sglang_lora_tree.radix.agreement import find_same
 from sglang_lora_tree.radix.identity import identity_of
 from sglang_lora_tree.radix.layout import PoolShape
 from sglang_lora_tree.radix.lora_component_hooks import LoraFullComponent
@@ -290,8 +291,7 @@ class LoraTreeCache(UnifiedRadixCache):
         """Assert that all ranks have the same tree (invariant 4); every rank must call it at the same step."""
         if self.tp_world_size > 1:
             own = self.tree_core.fingerprint()
-            lowest, highest = self.agree(torch.tensor([own, -own], dtype=torch.int64)).tolist()
-            assert lowest == own == -highest, f"the ranks' trees differ: {own:014x} here"
+            assert all(find_same([own], self.agree)), f"the ranks' trees differ: {own:014x} here"
 
 
 def check_kv_pool(pool: Any) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from sglang_lora_tree.radix.agreement import find_same
+
 logger = logging.getLogger(__name__)
 
 _PENDING, _FAILED, _DONE = 0, 1, 2
@@ -77,10 +79,10 @@ class DiskReader:
         states = self._agree(torch.tensor([job.state for job in self._jobs], dtype=torch.int64)).tolist()
         finished = [(job, state) for job, state in zip(self._jobs, states, strict=True) if state != _PENDING]
         self._jobs = [job for job, state in zip(self._jobs, states, strict=True) if state == _PENDING]
-        differs = self._find_different([job for job, state in finished if state == _DONE and job.fingerprint])
+        differing = self._find_differing([job for job, state in finished if state == _DONE and job.fingerprint])
         for job, state in finished:
             error = job.future.exception()
-            if id(job) in differs:
+            if id(job) in differing:
                 job.on_failed("ranks read different files: give every node the same ones, and load again when they are written")
             elif state == _DONE and error is None:
                 job.on_done(job.future.result())
@@ -89,14 +91,12 @@ class DiskReader:
                     logger.error("reading an adapter failed", exc_info=error)
                 job.on_failed(str(error) if error is not None else "another rank could not read the adapter's files")
 
-    def _find_different(self, done: list[Job]) -> set[int]:
+    def _find_differing(self, done: list[Job]) -> set[int]:
         """Ids of the jobs whose values are not the same on every rank. The same jobs are asked about on every rank."""
         if not done:
             return set()
         prints = [job.fingerprint(job.future.result()) for job in done if job.fingerprint]
-        lowest = self._agree(torch.tensor([*prints, *(-own for own in prints)], dtype=torch.int64)).tolist()
-        pairs = zip(done, lowest[: len(done)], lowest[len(done) :], strict=True)
-        return {id(job) for job, least, negative in pairs if least != -negative}
+        return {id(job) for job, is_same in zip(done, find_same(prints, self._agree), strict=True) if not is_same}
 
     def drain(self) -> None:
         """Wait for the threads and forget all outcomes (a flush, when the server is idle)."""
