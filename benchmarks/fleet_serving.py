@@ -16,9 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -201,8 +199,6 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     if not arguments.small and not torch.cuda.is_available():
         parser.error("no GPU: the 8B shape needs one; --small runs on a CPU")
-    # A time limit's SIGTERM would end this process alone: the server is a session of its own and would keep the GPU.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     machine = "small" if arguments.small else results.hardware().lower().rpartition(" ")[2]
     with tempfile.TemporaryDirectory() as folder:
         scale = SMALL if arguments.small else LARGE

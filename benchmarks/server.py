@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,9 @@ START_SECONDS = 400
 
 class ServerProcess:
     """A server of its own process group; :meth:`stop`, or the end of a ``with``, ends every process of it.
+
+    From then on SIGTERM, which a time limit sends, interrupts this process as Ctrl-C does; else it would end at once and leave
+    the server, whose group is another.
 
     Args:
         arguments: of the server; the port is added.
@@ -48,6 +52,8 @@ class ServerProcess:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.start_seconds = 0.0
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def start(self) -> None:
         """Begin to start; :meth:`wait` until it is done."""
