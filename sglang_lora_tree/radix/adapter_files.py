@@ -8,9 +8,7 @@ back through a file in memory, in one piece.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import queue
@@ -27,7 +25,7 @@ import torch
 from sglang_lora_tree.adapters.adapter import load_adapter
 from sglang_lora_tree.adapters.base_shape import BaseShape
 from sglang_lora_tree.radix.layout import Outline, Packer, PoolShape, Shard
-from sglang_lora_tree.radix.leftovers import remove_leftovers
+from sglang_lora_tree.radix.leftovers import make_locked_file, remove_leftovers
 
 _ROWS_PREFIX = "lora-tree-rows-"
 
@@ -107,10 +105,8 @@ class RemoteFiles:
     def rows(
         self, paths: Sequence[str], name: str, digest: str, packer: Packer, dtype: torch.dtype
     ) -> tuple[torch.Tensor, int]:
-        handle, file = tempfile.mkstemp(prefix=_ROWS_PREFIX, dir=_scratch_folder())
+        handle, file = make_locked_file(_ROWS_PREFIX, _scratch_folder())
         try:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(handle, fcntl.LOCK_EX)
             reply = self._ask(
                 {
                     "ask": "rows",

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import IO
 
@@ -24,6 +25,17 @@ def mark_in_use(path: Path) -> IO[bytes]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         draft.rename(path)
     return lock
+
+
+def make_locked_file(prefix: str, folder: str | None) -> tuple[int, str]:
+    """A new file that lies alone: its descriptor, to be kept open as long as it is in use, and its path."""
+    while True:
+        handle, path = tempfile.mkstemp(prefix=prefix, dir=folder)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            return handle, path
+        os.close(handle)  # somebody took it for a leftover before it was locked
 
 
 def remove_leftovers(folder: Path, pattern: str) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
-from sglang_lora_tree.radix.leftovers import mark_in_use, remove_leftovers
+from sglang_lora_tree.radix.leftovers import make_locked_file, mark_in_use, remove_leftovers
 from sglang_lora_tree.radix.store import AdapterStore
 
 _KILLED = """
@@ -35,6 +38,24 @@ def test_a_file_that_lies_alone_goes_alone(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"other")
     remove_leftovers(tmp_path, "rows-*")
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_a_file_is_never_removed_between_its_making_and_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another server may start, and look for leftovers, at any moment."""
+    lock, moments = fcntl.flock, iter([True, True])
+
+    def start_another(handle: int, kind: int) -> None:
+        if kind == fcntl.LOCK_EX and next(moments, False):
+            remove_leftovers(tmp_path, "rows-*")
+        lock(handle, kind)
+
+    monkeypatch.setattr(fcntl, "flock", start_another)
+    handle, path = make_locked_file("rows-", str(tmp_path))
+    remove_leftovers(tmp_path, "rows-*")
+    assert [str(found) for found in tmp_path.iterdir()] == [path], "removed while it was used, or left behind"
+    os.close(handle)
+    remove_leftovers(tmp_path, "rows-*")
+    assert not list(tmp_path.iterdir())
 
 
 def test_two_servers_share_a_spool_folder(tmp_path: Path) -> None:
