@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -113,28 +114,37 @@ def compare_oracles(oracle: Oracle, reference: Oracle, rng: random.Random) -> fl
     return worst
 
 
-def exactness(work: Path, name: str, arguments: Sequence[str], environment: Mapping[str, str], note: str) -> Records:
-    """Every adapter and mix against PEFT in float32, before and after everything was swapped out and back."""
+def small_options(work: Path) -> list[str]:
+    """Options of a float32 server of a small model (made anew, always the same) with SMALL_ADAPTERS; a pool of 24,000 slots."""
     model = make_llama(work / "small", heads=16, kv_heads=8, layers=4, hidden=1024, vocab=4096)
-    # As strong as trained adapters: a delta of about half the weights' size; stronger ones amplify every rounding error.
     adapters = make_adapters(model, work / "small_adapters", SMALL_ADAPTERS, std=0.08)
+    options = ["--model-path", str(model), "--skip-tokenizer-init", "--lora-tree", "--dtype", "float32"]
+    options += ["--max-total-tokens", "24000", "--hicache-ratio", "2", "--sampling-backend", "pytorch", "--lora-paths"]
+    return [*options, *(f"{key}={path}" for key, path in adapters.items())]
+
+
+def exactness(work: Path, name: str, arguments: Sequence[str], environment: Mapping[str, str], note: str) -> Records:
+    """`check_exactness` of a server of its own."""
+    with Server([*small_options(work), *arguments], work / f"{name}.log", environment) as server:
+        return check_exactness(work, name, server, note)
+
+
+def check_exactness(work: Path, name: str, server: Server, note: str) -> Records:
+    """Every adapter and mix against PEFT in float32, before and after everything was swapped out and back."""
+    model, adapters = work / "small", {key: work / "small_adapters" / key for key in SMALL_ADAPTERS}
     oracle = Oracle(model, adapters, device="cuda", dtype=torch.float64)
     reference = Oracle(model, adapters, device="cuda")
     rng = random.Random(11)
-    paths = [f"{key}={path}" for key, path in adapters.items()]
-    options = ["--model-path", str(model), "--skip-tokenizer-init", "--lora-tree", "--dtype", "float32"]
-    options += ["--max-total-tokens", "24000", "--hicache-ratio", "2", "--sampling-backend", "pytorch", "--lora-paths", *paths]
-    with Server([*options, *arguments], work / f"{name}.log", environment) as server:
-        peft_error = compare_oracles(oracle, reference, random.Random(3))
-        del reference
-        wrong, worst, worst_base = check_answers(server, oracle, rng, name)
-        before = server.tree()["counters"]["swap_outs"]
-        for _ in range(12):  # base prompts that fill the pool push everything out
-            prompt = [rng.randrange(2, 4000) for _ in range(3000)]
-            server.generate(input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": 1})
-        swapped = server.tree()["counters"]["swap_outs"] - before
-        again, worst_again, worst_base_again = check_answers(server, oracle, rng, name + " after swap")
-        tree = server.tree()
+    peft_error = compare_oracles(oracle, reference, random.Random(3))
+    del reference
+    wrong, worst, worst_base = check_answers(server, oracle, rng, name)
+    before = server.tree()["counters"]["swap_outs"]
+    for _ in range(12):  # base prompts that fill the pool push everything out
+        prompt = [rng.randrange(2, 4000) for _ in range(3000)]
+        server.generate(input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": 1})
+    swapped = server.tree()["counters"]["swap_outs"] - before
+    again, worst_again, worst_base_again = check_answers(server, oracle, rng, name + " after swap")
+    tree = server.tree()
     del oracle
     torch.cuda.empty_cache()
     worst, worst_base = max(worst, worst_again), max(worst_base, worst_base_again)
@@ -161,29 +171,35 @@ def prefill_graphs(work: Path) -> Records:
     which prefill makes: without decode graphs attention may split its sums otherwise.
     """
     captured, padded = (64, 512, 1024), (3, 30, 500, 513, 900, 1500)
-    on = [*GRAPHS, "--cuda-graph-backend-prefill", "breakable", "--cuda-graph-max-bs-prefill", "2048"]
-    note = "float32, triton attention with IEEE dots, decode and prefill graphs"
-    records = exactness(work, "prefill_graphs", on, FLOAT32, note)
-    options = ["--model-path", str(work / "small"), "--skip-tokenizer-init", "--lora-tree", "--dtype", "float32"]
-    options += ["--max-total-tokens", "24000", "--hicache-ratio", "2", "--sampling-backend", "pytorch", "--lora-paths"]
-    options += [f"{name}={work / 'small_adapters' / name}" for name in SMALL_ADAPTERS]
+    options = small_options(work)
+    graphs = [*GRAPHS, "--cuda-graph-backend-prefill"]
     servers = {
-        "on": on,
-        "off": [*GRAPHS, "--cuda-graph-backend-prefill", "disabled"],
-        "eager": ["--attention-backend", "triton", "--disable-cuda-graph"],
+        name: Server([*options, *arguments], work / f"prefill_graphs_{name}.log", FLOAT32)
+        for name, arguments in (
+            ("on", [*graphs, "breakable", "--cuda-graph-bs-prefill", *map(str, captured), "2048"]),
+            ("off", [*graphs, "disabled"]),
+            ("eager", ["--attention-backend", "triton", "--disable-cuda-graph"]),
+        )
     }
     answers: dict[str, list[list[float]]] = {}
-    for name, arguments in servers.items():
-        rng = random.Random(17)
-        with Server([*options, *arguments], work / f"prefill_graphs_{name}.log", FLOAT32) as server:
+    with ExitStack() as stack:
+        for server in servers.values():  # they start side by side
+            server.start()
+            stack.callback(server.stop)
+            time.sleep(4)  # each looks at the free memory while it starts
+        for name, server in servers.items():
+            server.wait()
+            rng = random.Random(17)
             answers[name] = [
                 ask_logprobs(server, [rng.randrange(2, 4000) for _ in range(length)], mix)
                 for length in (*captured, *padded)
                 for mix in SMALL_MIXES
             ]
-            if name == "on":
-                replays = sum("Prefill batch" in line and "graph: True" in line for line in server.read_log().splitlines())
-                records.append(results.record("prefill_graphs_used", replays, "batches", limit="value >= 20"))
+        log = servers["on"].read_log().splitlines()
+        replays = sum("Prefill batch" in line and "graph: True" in line for line in log)
+        records = [results.record("prefill_graphs_used", replays, "batches", limit="value >= 20")]
+        note = "float32, triton attention with IEEE dots, decode and prefill graphs"
+        records += check_exactness(work, "prefill_graphs", servers["on"], note)
     num_captured = len(captured) * len(SMALL_MIXES)
     for name, num_tokens in (("off", 8), ("eager", 1)):
         pairs = [(mine[:num_tokens], other[:num_tokens]) for mine, other in zip(answers["on"], answers[name], strict=True)]

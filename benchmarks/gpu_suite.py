@@ -56,7 +56,7 @@ def tests(*files: str) -> tuple[str, ...]:
 
 PARTS = (
     Part("kernel_tests", tests(*(f"kernels/test_{name}.py" for name in ("gpu", "triton", "jacobi", "tsqr"))), 240),
-    Part("demo", (PYTHON, "examples/demo.py", "--out", "OUT/demo"), 150),
+    Part("demo", (PYTHON, "examples/demo.py", "--out", "OUT/demo", "--", "--attention-backend", "triton"), 150),
     Part("acceptance", benchmark("acceptance_gpu", "--phases", "graphs", "bf16"), 200),
     Part("prefill_graphs", benchmark("acceptance_gpu", "--phases", "prefill_graphs"), 300),
     Part("decode_added", benchmark("kernel_world"), 100),

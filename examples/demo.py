@@ -1,6 +1,6 @@
 """The demo: a real server, one conversation under changing adapters and mixes, and the tree that it leaves behind.
 
-    make demo            (or: python examples/demo.py)
+    make demo            (or: python examples/demo.py [-- MORE OPTIONS OF THE SERVER])
 
 Starts ``python -m sglang.launch_server --lora-tree`` with the model and the adapters of examples/embedded_model, talks to
 it over its OpenAI API, and stops it again. The server's log and the picture of the tree are left in the folder .demo.
@@ -64,12 +64,12 @@ class DemoError(Exception):
     """The demo cannot go on; says why and what to try."""
 
 
-def server_command(port: int) -> list[str]:
-    """The command line, as a user would type it in the repository's folder."""
+def server_command(port: int, more: list[str]) -> list[str]:
+    """The command line, as a user would type it in the repository's folder, with `more` options."""
     adapters = sorted(path.name for path in (ROOT / EMBEDDED / "adapters").iterdir() if path.is_dir())
     command = ["python", "-m", "sglang.launch_server", "--model-path", str(EMBEDDED / "model"), "--lora-tree"]
     command += ["--lora-paths", *(f"{name}={EMBEDDED / 'adapters' / name}" for name in adapters)]
-    return [*command, "--max-total-tokens", str(POOL_SLOTS), "--enable-cache-report", "--port", str(port)]
+    return [*command, "--max-total-tokens", str(POOL_SLOTS), "--enable-cache-report", "--port", str(port), *more]
 
 
 def format_command(command: list[str], width: int = 100) -> str:
@@ -277,6 +277,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, help="of the server (default: a free one)")
     parser.add_argument("--out", type=Path, default=ROOT / ".demo", help="folder of the log and the picture (default: .demo)")
+    parser.add_argument("more", nargs="*", metavar="OPTION", help="after --: more options of the server")
     options = parser.parse_args()
     port = options.port or free_port()
     url = f"http://127.0.0.1:{port}"
@@ -286,7 +287,7 @@ def main() -> int:
         folder = folder.relative_to(Path.cwd())
     log = folder / "server.log"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped then too
-    command = server_command(port)
+    command = server_command(port, options.more)
     print(f"$ {format_command(command)}\n\nIts log is {log}; starting usually takes less than a minute.", flush=True)
     try:
         with running_server(command, url, log):

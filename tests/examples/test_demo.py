@@ -108,7 +108,7 @@ def test_command_can_be_pasted_into_a_shell() -> None:
     """The printed command is the one that runs, and has no path of this machine."""
     import shlex
 
-    command = demo.server_command(30000)
+    command = demo.server_command(30000, [])
     assert shlex.split(demo.format_command(command).replace("\\\n", " ")) == command
     assert not any(word.startswith("/") or "=/" in word for word in command)
     assert command[:3] == ["python", "-m", "sglang.launch_server"] and "--lora-tree" in command
