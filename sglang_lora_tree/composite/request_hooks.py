@@ -17,7 +17,7 @@ Hooks are set before SGLang reads its arguments; without ``--lora-tree`` each of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +67,31 @@ def settle_lora_path(tokenizer_manager: Any, obj: Any, request: Any = None) -> N
     elif obj.lora_path is not None:
         prompts = count_prompts(lambda field: getattr(obj, field, None), PROMPT_FIELDS)
         obj.lora_path = canonical_mixes(obj.lora_path, prompts, naming_of(tokenizer_manager))
+
+
+def check_prompt(tokenizer_manager: Any, obj: Any, input_ids: Sequence[int] | None) -> None:
+    """BEFORE ``TokenizerManager._validate_one_request``: what one request could send to stop the scheduler for all.
+
+    Raises:
+        ValueError: an empty prompt, token ids that the model does not have, or embeddings in their place.
+    """
+    if current_settings() is None:
+        return
+    if getattr(obj, "positional_embed_overrides", None) is not None:
+        raise ValueError(
+            "positional_embed_overrides: KV is found by token ids, and embeddings in their place are not shown to be exact: "
+            "leave the field out"
+        )
+    if input_ids is None:
+        return
+    if len(input_ids) == 0:
+        if getattr(obj, "session_params", None) is None:  # a session goes before its request's prompt
+            raise ValueError("the prompt is empty: send at least one token")
+        return
+    vocab_size = tokenizer_manager.model_config.vocab_size
+    for token in (min(input_ids), max(input_ids)):
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"input_ids: there is no token {token}; this model has tokens 0 to {vocab_size - 1}")
 
 
 async def acquire_members(original: Callable[..., Coroutine[Any, Any, None]], tokenizer_manager: Any, obj: Any) -> None:
@@ -165,6 +190,7 @@ async def forget_unloaded(
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     ("sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", settle_lora_path, HookType.BEFORE),
+    ("sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request", check_prompt, HookType.BEFORE),
     ("sglang.srt.managers.tokenizer_manager.TokenizerManager._resolve_lora_path", acquire_members, HookType.AROUND),
     ("sglang.srt.managers.tokenizer_manager.TokenizerManager.unload_lora_adapter", forget_unloaded, HookType.AROUND),
     ("sglang.srt.lora.lora_registry.LoRARegistry.release", release_members, HookType.AROUND),

@@ -6,6 +6,7 @@ import pytest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from sglang_lora_tree.composite.mix import MixError
+from sglang_lora_tree.composite.request_hooks import check_prompt
 
 IDLE = {"math": 0, "json": 0, "org:math": 0}
 
@@ -67,6 +68,29 @@ def test_one_mix_for_a_whole_batch_and_for_samples_of_one_prompt(tokenizer_manag
     run(tokenizer_manager, text=["p", "q"], lora_path={"math": 0.5})
     run(tokenizer_manager, text="p", lora_path={"math": 0.5}, sampling_params={"n": 2})
     assert tokenizer_manager.mixes == [{"math": 0.5}] * 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"input_ids": []}, "the prompt is empty"),
+        ({"input_ids": [-1]}, "there is no token -1; this model has tokens 0 to 99"),
+        ({"input_ids": [1, 100, 2]}, "there is no token 100"),
+        ({"input_ids": [5], "positional_embed_overrides": [[1, [1.0]]]}, "positional_embed_overrides: "),
+    ],
+)
+def test_a_prompt_that_would_stop_the_scheduler_is_refused(tokenizer_manager, fields, says):
+    """SGLang's scheduler dies of each of them, on the CPU at least."""
+    tokenizer_manager.model_config.vocab_size = 100
+    request = GenerateReqInput(sampling_params={}, **fields)
+    with pytest.raises(ValueError, match=says):
+        tokenizer_manager._validate_one_request(request, request.input_ids)
+
+
+def test_a_turn_of_a_session_may_add_no_token(tokenizer_manager):
+    tokenizer_manager.model_config.vocab_size = 100
+    check_prompt(tokenizer_manager, GenerateReqInput(input_ids=[], session_params={"id": "1"}), [])
+    check_prompt(tokenizer_manager, GenerateReqInput(input_ids=[0, 99]), [0, 99])
 
 
 def test_embeddings_take_mixes_too(tokenizer_manager):
