@@ -47,7 +47,7 @@ from fastapi.responses import JSONResponse
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_lora_tree.composite.mix import MixError
-from sglang_lora_tree.composite.request_body import Naming, UnknownModelError, take_mixes
+from sglang_lora_tree.composite.request_body import Naming, UnknownModelError, restore_repeats, take_mixes
 from sglang_lora_tree.composite.request_hooks import PROMPT_FIELDS, SCOPE_KEY, naming_of
 from sglang_lora_tree.config import current_settings
 
@@ -107,6 +107,8 @@ async def read_mixes(original: Callable[..., Awaitable[Any]], request: Any) -> A
     from sglang.srt.entrypoints.http_server import get_global_state
 
     try:
+        nested = endpoint is ENDPOINTS["vertex_generate"] and isinstance(body.get("parameters"), dict)
+        restore_repeats(body, await request.body(), model=endpoint.model, inside="parameters" if nested else None)
         request.scope[SCOPE_KEY] = _take_mixes(body, naming_of(get_global_state().tokenizer_manager), endpoint)
     except MixError as error:
         raise _refuse(error, endpoint.shape) from None

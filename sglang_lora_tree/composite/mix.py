@@ -22,7 +22,8 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,7 +159,7 @@ def _read_text(text: str, known: Callable[[str], bool]) -> list[_Member]:
     if known(text):
         return [_Member(text, 1.0, "member 1")]
     if text.lstrip().startswith(("{", "[")):
-        return _read(_decode_json(text), known)
+        return _read(decode_json(text), known)
     members, start = [], 0
     for index, part in enumerate(text.split(","), 1):
         place = f"member {index} (at character {start + 1})"
@@ -189,7 +190,8 @@ class _Object(dict[str, Any]):
         self.pairs = pairs
 
 
-def _decode_json(text: str) -> Any:
+def decode_json(text: str | bytes) -> Any:
+    """JSON whose objects remember in ``pairs`` what they name twice; MixError if it is none."""
     try:
         return json.loads(text, object_pairs_hook=_Object)
     except json.JSONDecodeError as error:
@@ -226,7 +228,16 @@ def _is_entry(value: Mapping[str, Any], known: Callable[[str], bool]) -> bool:
     return looks_like_one and not all(known(name) for name in value)
 
 
+def refuse_repeats(value: Mapping[str, Any], place: str, fields: Container[str]) -> None:
+    """MixError if an object names one of these fields twice: JSON parsers take the last in silence."""
+    counts = Counter(name for name, _ in getattr(value, "pairs", ()) if name in fields)
+    repeated = next((name for name, count in counts.items() if count > 1), None)
+    if repeated is not None:
+        raise MixError(f"{place}: {_shorten(repeated)} is given {counts[repeated]} times; give it once")
+
+
 def _read_entry(entry: Mapping[str, Any], place: str) -> _Member:
+    refuse_repeats(entry, place, _ENTRY_FIELDS)
     unknown = [field for field in entry if field not in _ENTRY_FIELDS]
     if unknown:
         raise MixError(
@@ -242,6 +253,7 @@ def _read_entry(entry: Mapping[str, Any], place: str) -> _Member:
 
 
 def _read_merged(value: Mapping[str, Any]) -> list[_Member]:
+    refuse_repeats(value, "the object", _MERGED_FIELDS)
     unknown = [field for field in value if field not in _MERGED_FIELDS]
     if unknown:
         raise MixError(f"unknown field {_shorten(unknown[0])}; known are {', '.join(sorted(_MERGED_FIELDS))}")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping, Seque
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_lora_tree.composite.mix import Mix, MixError, is_one_mix, parse_mix
+from sglang_lora_tree.composite.mix import Mix, MixError, decode_json, is_one_mix, parse_mix, refuse_repeats
 
 MIX_FIELDS = ("lora_path", "lora", "merged_adapters")
 
@@ -94,6 +94,32 @@ def take_mixes(
             error.args = (f"model {name!r}: {error}",)
             raise
     return _agree(asked)
+
+
+def restore_repeats(
+    body: MutableMapping[str, Any], raw: bytes, *, model: str = "ignored", inside: str | None = None
+) -> None:
+    """Bring back what a JSON parser dropped from the mix fields: members that an object names twice, which add up.
+
+    Args:
+        body: parsed from ``raw``.
+        raw: JSON.
+        model: as for :func:`take_mixes`.
+        inside: the field of the body that holds the mix fields, if they do not stand at the top.
+
+    Raises:
+        MixError: a field that names adapters is given twice.
+    """
+    fields = MIX_FIELDS if model == "ignored" else (*MIX_FIELDS, "model")
+    holder = body if inside is None else body[inside]
+    has_objects = any(isinstance(holder.get(field), (dict, list)) for field in MIX_FIELDS)
+    if not has_objects and all(raw.count(f'"{field}"'.encode()) < 2 for field in fields):
+        return
+    parsed = decode_json(raw)
+    if inside is not None:
+        parsed = parsed[inside]
+    refuse_repeats(parsed, "the body", fields)
+    holder.update((field, parsed[field]) for field in MIX_FIELDS if field in parsed)
 
 
 def refuse_lora_id(value: Any) -> None:

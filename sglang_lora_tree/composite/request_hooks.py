@@ -69,11 +69,11 @@ def settle_lora_path(tokenizer_manager: Any, obj: Any, request: Any = None) -> N
         obj.lora_path = canonical_mixes(obj.lora_path, prompts, naming_of(tokenizer_manager))
 
 
-def check_prompt(tokenizer_manager: Any, obj: Any, input_ids: Sequence[int] | None) -> None:
+def check_request(tokenizer_manager: Any, obj: Any, input_ids: Sequence[int] | None) -> None:
     """BEFORE ``TokenizerManager._validate_one_request``: what one request could send to stop the scheduler for all.
 
     Raises:
-        ValueError: an empty prompt, token ids that the model does not have, or embeddings in their place.
+        ValueError: an empty prompt, tokens that the model does not have, more of them than it has, or embeddings in their place.
     """
     if current_settings() is None:
         return
@@ -82,13 +82,15 @@ def check_prompt(tokenizer_manager: Any, obj: Any, input_ids: Sequence[int] | No
             "positional_embed_overrides: KV is found by token ids, and embeddings in their place are not shown to be exact: "
             "leave the field out"
         )
+    vocab_size = tokenizer_manager.model_config.vocab_size
+    if (getattr(obj, "top_logprobs_num", None) or 0) > vocab_size:
+        raise ValueError(f"top_logprobs_num {obj.top_logprobs_num}: this model has {vocab_size} tokens; ask for no more")
     if input_ids is None:
         return
     if len(input_ids) == 0:
         if getattr(obj, "session_params", None) is None:  # a session goes before its request's prompt
             raise ValueError("the prompt is empty: send at least one token")
         return
-    vocab_size = tokenizer_manager.model_config.vocab_size
     for token in (min(input_ids), max(input_ids)):
         if not 0 <= token < vocab_size:
             raise ValueError(f"input_ids: there is no token {token}; this model has tokens 0 to {vocab_size - 1}")
@@ -190,7 +192,7 @@ async def forget_unloaded(
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     ("sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", settle_lora_path, HookType.BEFORE),
-    ("sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request", check_prompt, HookType.BEFORE),
+    ("sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request", check_request, HookType.BEFORE),
     ("sglang.srt.managers.tokenizer_manager.TokenizerManager._resolve_lora_path", acquire_members, HookType.AROUND),
     ("sglang.srt.managers.tokenizer_manager.TokenizerManager.unload_lora_adapter", forget_unloaded, HookType.AROUND),
     ("sglang.srt.lora.lora_registry.LoRARegistry.release", release_members, HookType.AROUND),

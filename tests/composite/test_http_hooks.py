@@ -16,6 +16,7 @@ from sglang_lora_tree.composite import http_hooks
 
 from .conftest import apply_hooks
 
+JSON = {"Content-Type": "application/json"}
 BOTH = {"json": 0.25, "math": 0.5}
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -57,10 +58,12 @@ def server(monkeypatch, tokenizer_manager, tokenizer):
     app.state.ollama_serving = OllamaServing(tokenizer_manager)
 
     def call(path, body=None, method="POST"):
+        content = {"json": body} if not isinstance(body, str) else {"content": body, "headers": JSON}
+
         async def send():
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-                response = await client.request(method, path, json=body)
+                response = await client.request(method, path, **content)
             assert set((await tokenizer_manager.counts()).values()) == {0}
             return response
 
@@ -166,6 +169,35 @@ def test_a_bad_mix_is_400_before_a_stream_starts(server, path, stream, fields, s
     assert answer.status == 400 and answer.mixes == []
     error = answer.json.get("error", answer.json)
     assert says in (error if isinstance(error, str) else error["message"])
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_member_named_twice_in_a_body_adds_up_as_in_text(server, path):
+    """JSON parsers take the last in silence."""
+    twice = '"lora": {"math": 0.25, "json": 0.25, "math": 0.25}}'
+    answer = server(path, json.dumps(BODIES[path])[:-1] + ", " + twice)
+    assert (answer.status, answer.mixes) == (200, [BOTH]), answer.text
+    nested = '{"instances": [{"text": "A"}], "parameters": {%s}' % twice  # noqa: UP031
+    assert server("/vertex_generate", nested).mixes == [BOTH]
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ('"lora": "math", "lora": "json"', "the body: 'lora' is given 2 times"),
+        ('"model": "math", "model": "json"', "the body: 'model' is given"),
+        ('"lora": [{"name": "math", "name": "json"}]', "element 1: 'name' is given 2 times"),
+        ('"merged_adapters": {"ids": ["math"], "weights": [1], "weights": [2]}', "'weights' is given 2 times"),
+        ('"lora": {"math": 1}, "text": ' + "[" * 1000 + "]" * 1000, "nested too deep"),
+    ],
+)
+def test_a_field_given_twice_is_400(server, path, fields, says):
+    answer = server(path, json.dumps(BODIES[path])[:-1] + f", {fields}}}")
+    if path == "/generate" and "model" in fields:
+        assert answer.mixes == [{}]  # not a field there
+    else:
+        assert answer.status == 400 and answer.mixes == [] and says in json.dumps(answer.json).replace('\\"', '"')
 
 
 def test_the_shapes_of_errors(server):

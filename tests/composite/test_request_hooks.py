@@ -6,7 +6,7 @@ import pytest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from sglang_lora_tree.composite.mix import MixError
-from sglang_lora_tree.composite.request_hooks import check_prompt
+from sglang_lora_tree.composite.request_hooks import check_request
 
 IDLE = {"math": 0, "json": 0, "org:math": 0}
 
@@ -76,10 +76,11 @@ def test_one_mix_for_a_whole_batch_and_for_samples_of_one_prompt(tokenizer_manag
         ({"input_ids": []}, "the prompt is empty"),
         ({"input_ids": [-1]}, "there is no token -1; this model has tokens 0 to 99"),
         ({"input_ids": [1, 100, 2]}, "there is no token 100"),
+        ({"input_ids": [5], "top_logprobs_num": 101}, "top_logprobs_num 101: this model has 100 tokens"),
         ({"input_ids": [5], "positional_embed_overrides": [[1, [1.0]]]}, "positional_embed_overrides: "),
     ],
 )
-def test_a_prompt_that_would_stop_the_scheduler_is_refused(tokenizer_manager, fields, says):
+def test_a_request_that_would_stop_the_scheduler_is_refused(tokenizer_manager, fields, says):
     """SGLang's scheduler dies of each of them, on the CPU at least."""
     tokenizer_manager.model_config.vocab_size = 100
     request = GenerateReqInput(sampling_params={}, **fields)
@@ -89,8 +90,8 @@ def test_a_prompt_that_would_stop_the_scheduler_is_refused(tokenizer_manager, fi
 
 def test_a_turn_of_a_session_may_add_no_token(tokenizer_manager):
     tokenizer_manager.model_config.vocab_size = 100
-    check_prompt(tokenizer_manager, GenerateReqInput(input_ids=[], session_params={"id": "1"}), [])
-    check_prompt(tokenizer_manager, GenerateReqInput(input_ids=[0, 99]), [0, 99])
+    check_request(tokenizer_manager, GenerateReqInput(input_ids=[], session_params={"id": "1"}), [])
+    check_request(tokenizer_manager, GenerateReqInput(input_ids=[0, 99]), [0, 99])
 
 
 def test_embeddings_take_mixes_too(tokenizer_manager):
