@@ -7,8 +7,9 @@ Llama-3.1-8B's shape, random weights, bfloat16; 12 adapters of rank 64 whose spe
 tokens over all adapters. One server per case serves first the originals, then, after these are unloaded, their twelfths: same
 pool, same graphs. Scarce: the pool has room for few of the originals beside the requests, so they are swapped, and requests
 wait for them. Ample: it has room for all, and what remains of the difference is the kernels'. About 40 GB of GPU memory, 25
-GB of pinned RAM, 5 GB of disk, 1 minute of preparation and 2 to 3 per case; results: ``fleet_serving_<gpu>.json`` (of a small
-run ``fleet_serving_small.json``), written after each case, and the servers' logs. A case that fails is said, and the exit is 1.
+GB of pinned RAM, 5 GB of disk, a minute of preparation, 2 until both servers are up, 1 per case; results:
+``fleet_serving_<gpu>.json`` (of a small run ``fleet_serving_small.json``), written after each case, and the servers' logs. A
+case that fails is said, and the exit is 1.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -112,15 +114,19 @@ def measure(work: Path, out: Path, machine: str, scale: Scale, cases: Sequence[s
         "twelfth": {f"twelfth{index}": work / "twelfth" / folder.name for index, folder in enumerate(originals)},
     }
     ratios: dict[str, float] = {}
+    pools = {}
     for case in cases:
         room = min(ROOM_FOR_ORIGINALS[case], scale.num_adapters + 1)
-        pool = scale.request_slots + int(room * before / scale.num_adapters) + scale.request_slots // 8
-        log = out / f"fleet_serving_{case}.log"
+        pools[case] = scale.request_slots + int(room * before / scale.num_adapters) + scale.request_slots // 8
+    for case, server in start_servers(model, scale, fleets, pools, out):
+        pool = pools[case]
         try:
-            speeds, swaps = serve(model, scale, fleets, pool, log)
+            speeds, swaps = serve(server, scale, fleets)
         except Exception as error:  # one case that fails must not take the other along
             print(f"{case}: {type(error).__name__}: {error}", flush=True)
             continue
+        finally:
+            server.stop()
         print(f"{case}: {speeds} tokens/s, pool of {pool} slots; after {time.monotonic() - start:.0f} s", flush=True)
         ratios[case] = speeds["twelfth"] / speeds["original"]
         records.append(
@@ -143,31 +149,45 @@ def measure(work: Path, out: Path, machine: str, scale: Scale, cases: Sequence[s
     return records
 
 
+def start_servers(
+    model: Path, scale: Scale, fleets: dict[str, dict[str, Path]], pools: dict[str, int], out: Path
+) -> Iterator[tuple[str, Server]]:
+    """A server per case. They start side by side; the caller stops each before it takes the next."""
+    options = ["--model-path", str(model), "--skip-tokenizer-init", "--lora-tree", *scale.options, "--hicache-ratio", "3"]
+    options += ["--lora-paths", *(f"{name}={folder}" for fleet in fleets.values() for name, folder in fleet.items())]
+    servers = {
+        case: Server(["--max-total-tokens", str(pool), *options], out / f"fleet_serving_{case}.log")
+        for case, pool in pools.items()
+    }
+    with ExitStack() as stack:
+        for server in servers.values():
+            server.start()
+            stack.callback(server.stop)
+            time.sleep(4)  # each looks at the free memory while it starts
+        yield from servers.items()
+
+
 def serve(
-    model: Path, scale: Scale, fleets: dict[str, dict[str, Path]], pool: int, log: Path
+    server: Server, scale: Scale, fleets: dict[str, dict[str, Path]]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Per fleet the median tokens per second, and the adapters swapped in per round; every request has the next adapter."""
-    options = ["--model-path", str(model), "--skip-tokenizer-init", "--lora-tree", *scale.options]
-    options += ["--max-total-tokens", str(pool), "--hicache-ratio", "3"]
-    options += ["--lora-paths", *(f"{name}={folder}" for fleet in fleets.values() for name, folder in fleet.items())]
     rng = random.Random(5)
     speeds, swaps = {}, {}
-    start = time.monotonic()
-    with Server(options, log) as server:
-        print(f"server up after {time.monotonic() - start:.0f} s", flush=True)
-        for fleet, folders in fleets.items():
-            names = list(folders)
-            for num_new in (scale.num_new // 4, scale.num_new):  # compiles kernels, reads adapters, copies them to the host
-                took = run_round(server, scale, names, rng, num_new)
-                print(f"{fleet}: warm-up at {took:.0f} tokens/s", flush=True)
-            before = server.tree()["counters"]["swap_ins"]
-            rounds = [run_round(server, scale, names, rng, scale.num_new) for _ in range(ROUNDS)]
-            print(f"{fleet}: {', '.join(f'{speed:.0f}' for speed in rounds)} tokens/s", flush=True)
-            speeds[fleet] = statistics.median(rounds)
-            swaps[fleet] = round((server.tree()["counters"]["swap_ins"] - before) / ROUNDS, 1)
-            for name in names:  # or they would come back to free slots of the next fleet, unasked
-                response = requests.post(f"{server.url}/unload_lora_adapter", json={"lora_name": name}, timeout=60)
-                assert response.status_code == 200, f"unload {name}: {response.status_code} {response.text[:500]}"
+    server.wait()
+    print(f"server up after {server.start_seconds:.0f} s more", flush=True)
+    for fleet, folders in fleets.items():
+        names = list(folders)
+        for num_new in (scale.num_new // 4, scale.num_new):  # compiles kernels, reads adapters, copies them to the host
+            took = run_round(server, scale, names, rng, num_new)
+            print(f"{fleet}: warm-up at {took:.0f} tokens/s", flush=True)
+        before = server.tree()["counters"]["swap_ins"]
+        rounds = [run_round(server, scale, names, rng, scale.num_new) for _ in range(ROUNDS)]
+        print(f"{fleet}: {', '.join(f'{speed:.0f}' for speed in rounds)} tokens/s", flush=True)
+        speeds[fleet] = statistics.median(rounds)
+        swaps[fleet] = round((server.tree()["counters"]["swap_ins"] - before) / ROUNDS, 1)
+        for name in names:  # or they would come back to free slots of the next fleet, unasked
+            response = requests.post(f"{server.url}/unload_lora_adapter", json={"lora_name": name}, timeout=60)
+            assert response.status_code == 200, f"unload {name}: {response.status_code} {response.text[:500]}"
     return speeds, swaps
 
 

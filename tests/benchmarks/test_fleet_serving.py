@@ -16,10 +16,20 @@ SCALE = dataclasses.replace(fleet_serving.SMALL, num_adapters=2, rank=24, wanted
 
 def measure(tmp_path, monkeypatch, speeds):
     """speeds: of original and twelfth per case, in order; None: the server fails."""
-    pools = []
+    pools, stopped = [], []
 
-    def serve(model, scale, fleets, pool, log):
-        pools.append(pool)
+    class Server:
+        def stop(self):
+            stopped.append(self)
+
+    def start_servers(model, scale, fleets, pool_slots, out):
+        for case, slots in pool_slots.items():
+            assert len(stopped) == len(pools), "the last case's server still runs"
+            pools.append(slots)
+            yield case, Server()
+
+    def serve(server, scale, fleets):
+        model = fleet_serving.EMBEDDED
         for folders in fleets.values():
             for folder in folders.values():
                 load_adapter(folder, BaseShape.from_folder(model))  # what the server will be given exists and can be served
@@ -28,6 +38,7 @@ def measure(tmp_path, monkeypatch, speeds):
             raise RuntimeError("the server ended")
         return dict(zip(("original", "twelfth"), found, strict=True)), {"original": 3.0, "twelfth": 0.0}
 
+    monkeypatch.setattr(fleet_serving, "start_servers", start_servers)
     monkeypatch.setattr(fleet_serving, "serve", serve)
     records = fleet_serving.measure(tmp_path / "work", tmp_path, "small", SCALE, ("scarce", "ample"))
     return {record["metric"]: record for record in records}, pools
