@@ -23,20 +23,22 @@ def all_hooks() -> list[Hook]:
     from sglang.srt.plugins.hook_registry import HookType
 
     from sglang_lora_tree import arguments_hooks
-    from sglang_lora_tree.composite import activation_hooks, http_hooks, manager_hooks, request_hooks
+    from sglang_lora_tree.composite import activation_hooks, http_hooks, manager_hooks, operation_hooks, request_hooks
     from sglang_lora_tree.observability import http_hooks as tree_http_hooks
     from sglang_lora_tree.observability import state_hooks
     from sglang_lora_tree.radix import look_ahead_hooks
-    from sglang_lora_tree.scheduling import overload_hooks, plan_hooks, queue_hooks, scheduler_hooks
+    from sglang_lora_tree.scheduling import overload_hooks, pause_hooks, plan_hooks, queue_hooks, scheduler_hooks
 
     own: list[Hook] = [("sglang.srt.managers.scheduler.Scheduler.__init__", check_scheduler, HookType.AFTER)]
     rooms = (
         arguments_hooks,
         request_hooks,
         http_hooks,
+        operation_hooks,
         manager_hooks,
         activation_hooks,
         scheduler_hooks,
+        pause_hooks,
         queue_hooks,
         look_ahead_hooks,
         plan_hooks,

@@ -1,4 +1,5 @@
-"""What ``--lora-tree`` serves: an allow-list of SGLang's settings, each with the reason why nothing else is.
+"""What ``--lora-tree`` serves: an allow-list of SGLang's settings, each with the reason why nothing else is, and of what a
+running server may be asked to do beside answering.
 
 A setting that is not named here does not touch the tree, the pool, the request path or the LoRA layers. What these settings
 lead to (the pool that SGLang builds) is checked again in the scheduler process (``radix.cache_hooks.check_kv_pool``).
@@ -64,6 +65,90 @@ _RULES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("enable_pd_role_switch", (False,), "the other side would take adapter slots for KV"),
     ("uno_lora_path", (None,), "it is an adapter of a draft model"),
 )
+
+
+_OTHER_WEIGHTS = (
+    "adapters were checked against the base weights that the server started with, and history KV of every adapter and mix was "
+    "computed with them; start another server with the other weights"
+)
+_WEIGHTS_SENT = f"layers have other names inside the LoRA wrappers, and {_EXACT}; read the weights from their folder"
+_MEMORY = "adapters live in the memory that would be given back; stop the server instead"
+_EXPERTS = "models with experts are not served; leave it out"
+OPERATIONS: dict[str, str | None] = {
+    "generate_request": None,
+    "score_prompts": None,
+    "score_request": None,
+    "load_lora_adapter": None,
+    "load_lora_adapter_from_tensors": None,
+    "unload_lora_adapter": None,
+    "open_session": None,
+    "close_session": None,
+    "flush_cache": None,
+    "pause_generation": None,
+    "continue_generation": None,
+    "get_internal_state": None,
+    "set_internal_state": None,  # nothing that it can set touches the tree
+    "get_loads": None,
+    "get_weights_by_name": None,
+    "get_hicache_l3_cache_layout": None,
+    "check_weights": None,  # but see WEIGHT_CHECKS
+    "update_weight_version": None,  # a label that answers carry
+    "start_profile": None,
+    "stop_profile": None,
+    "slow_down": None,
+    "freeze_gc": None,
+    "dumper_control": None,
+    "handle_loop": None,
+    "sigterm_watchdog": None,
+    # There is no storage backend; detaching or clearing none does nothing.
+    "attach_hicache_storage": "a storage backend would take adapter rows for KV; run without one",
+    "detach_hicache_storage": None,
+    "clear_hicache_storage": None,
+    # SGLang refuses these itself, without ngram speculation.
+    "add_external_corpus": None,
+    "remove_external_corpus": None,
+    "list_external_corpora": None,
+    "update_weights_from_disk": _OTHER_WEIGHTS,
+    "update_weights_from_distributed": _OTHER_WEIGHTS,
+    "update_weights_from_ipc": _OTHER_WEIGHTS,
+    "update_weights_from_tensor": _OTHER_WEIGHTS,
+    "begin_weight_update": _OTHER_WEIGHTS,
+    "end_weight_update": _OTHER_WEIGHTS,
+    "init_weights_update_group": _OTHER_WEIGHTS,
+    "destroy_weights_update_group": _OTHER_WEIGHTS,
+    "init_weights_send_group_for_remote_instance": _WEIGHTS_SENT,
+    "send_weights_to_remote_instance": _WEIGHTS_SENT,
+    "release_memory_occupation": _MEMORY,
+    "resume_memory_occupation": "none has been given back: " + _MEMORY,
+    "start_expert_distribution_record": _EXPERTS,
+    "stop_expert_distribution_record": _EXPERTS,
+    "dump_expert_distribution_record": _EXPERTS,
+    "scale_elastic_ep": _EXPERTS,
+    "pd_role_switch": "the other side would take adapter slots for KV; start a server of the other role without --lora-tree",
+}
+"""What a running server may be asked for (methods of SGLang's TokenizerManager): None, or why it is refused, with the cure."""
+
+WEIGHT_CHECKS = ("checksum", "snapshot", "compare")
+"""The actions of ``check_weights`` that change nothing."""
+
+
+class OperationError(ValueError):
+    """A running server is asked for what cannot be right with ``--lora-tree``."""
+
+
+def check_operation(operation: str) -> None:
+    """Raise OperationError if a running server must not do this."""
+    reason = OPERATIONS[operation]
+    if reason is not None:
+        raise OperationError(f"{operation} is refused with --lora-tree: {reason}")
+
+
+def check_weights_action(action: str) -> None:
+    """Raise OperationError if ``check_weights`` would change the weights that it checks."""
+    if action not in WEIGHT_CHECKS:
+        raise OperationError(
+            f"check_weights {action!r} is refused with --lora-tree: want {', '.join(WEIGHT_CHECKS)}; {_OTHER_WEIGHTS}"
+        )
 
 
 def find_refusals(config: Any) -> list[str]:

@@ -50,6 +50,7 @@ from sglang_lora_tree.composite.mix import MixError
 from sglang_lora_tree.composite.request_body import Naming, UnknownModelError, restore_repeats, take_mixes
 from sglang_lora_tree.composite.request_hooks import PROMPT_FIELDS, SCOPE_KEY, naming_of
 from sglang_lora_tree.config import current_settings
+from sglang_lora_tree.refusals import OperationError
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ def prepare_app(*_: Any, **__: Any) -> None:
 
     app: FastAPI = http_server.app
     app.add_exception_handler(Refusal, _answer_refusal)
+    app.add_exception_handler(OperationError, _answer_operation_error)
     names = [getattr(getattr(route, "endpoint", None), "__name__", None) for route in app.router.routes]
     if retrieve_model_or_adapter.__name__ in names:
         return
@@ -165,6 +167,11 @@ def prepare_app(*_: Any, **__: Any) -> None:
 async def _answer_refusal(request: Request, refusal: Exception) -> JSONResponse:
     assert isinstance(refusal, Refusal)
     return JSONResponse(refusal.content, refusal.status_code)
+
+
+async def _answer_operation_error(request: Request, error: Exception) -> JSONResponse:
+    """With the fields that SGLang's endpoints of this kind have, and the one that its others have."""
+    return JSONResponse({"success": False, "message": str(error), "error": {"message": str(error)}}, 400)
 
 
 async def retrieve_model_or_adapter(model: str) -> Any:

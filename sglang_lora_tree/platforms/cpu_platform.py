@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
@@ -20,6 +21,12 @@ class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
+
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"  # without it, POST /start_profile stops the scheduler
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False

@@ -8,6 +8,6 @@ until then its adapters are on their way. Files, from the bottom up:
 ``protocol``: every message between scheduler, advisor and ranks.
 ``mirror``, ``planner``, ``advisor``: the process beside the scheduler. ``client``, ``reporter``: the scheduler's end of the talk.
 ``swapper``: carries out what a plan wants to come in ahead.
-``scheduler_hooks`` (admission, loading), ``queue_hooks`` (the order), ``plan_hooks`` (plans and the clock), ``overload_hooks``
-(refusals): the files that know SGLang's scheduler.
+``scheduler_hooks`` (admission, loading), ``pause_hooks`` (loading while paused), ``queue_hooks`` (the order), ``plan_hooks``
+(plans and the clock), ``overload_hooks`` (refusals): the files that know SGLang's scheduler.
 """

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from sglang_lora_tree.composite import http_hooks
+from sglang_lora_tree.composite import http_hooks, operation_hooks
 
 from .conftest import apply_hooks
 
@@ -344,6 +344,28 @@ def test_without_the_flag_sglang_is_as_it_was(server, monkeypatch):
 def test_one_request_does_not_leak_its_mix_into_the_next(server):
     assert server("/generate", {"text": "x", "lora": BOTH}).mixes == [BOTH]
     assert server("/generate", {"text": "x"}).mixes == [{}]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/release_memory_occupation", {}),
+        ("POST", "/resume_memory_occupation", {}),
+        ("POST", "/update_weights_from_disk", {"model_path": "x"}),
+        ("POST", "/update_weights_from_tensor", {"serialized_named_tensors": ["AA=="]}),
+        ("POST", "/update_weights_from_distributed", {"names": [], "dtypes": [], "shapes": []}),
+        ("POST", "/begin_weight_update", {}),
+        ("POST", "/send_weights_to_remote_instance", {"master_address": "x", "ports": "1"}),
+        ("POST", "/weights_checker", {"action": "reset_tensors"}),
+        ("GET", "/start_expert_distribution_record", None),
+        ("POST", "/dump_expert_distribution_record", None),
+    ],
+)
+def test_an_operation_that_cannot_be_right_is_a_400_with_the_reason(server, monkeypatch, method, path, body):
+    apply_hooks(monkeypatch, operation_hooks.HOOKS)
+    answer = server(path, body, method=method)
+    assert answer.status == 400, answer.text
+    assert "refused with --lora-tree: " in answer.json["error"]["message"]
 
 
 NOT_GENERATING = {

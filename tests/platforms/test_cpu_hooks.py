@@ -26,3 +26,12 @@ def test_pinned_tensors_are_plain_ones() -> None:
     assert layers.torch.nn is torch.nn
     ones = torch.ones(2)
     assert ones.pin_memory() is ones
+
+
+def test_the_profiler_knows_the_platform() -> None:
+    """SGLang's scheduler asks it by name, and dies without an answer."""
+    from sglang_lora_tree.platforms.cpu_platform import CpuReferencePlatform
+
+    platform = CpuReferencePlatform()
+    assert platform.get_torch_profiler_activity_str() == "CPU"
+    assert platform.get_torch_profiler_activity() is torch.profiler.ProfilerActivity.CPU
