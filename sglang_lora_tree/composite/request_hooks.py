@@ -177,17 +177,43 @@ async def forget_unloaded(
     if current_settings() is None:
         return await original(tokenizer_manager, obj, *args, **kwargs)
     obj.rid = UNLOAD_FOR_GOOD
-    ref = tokenizer_manager.lora_ref_cache.pop(obj.lora_name, None)
-    if ref is not None and obj.lora_name not in tokenizer_manager.lora_registry.get_all_adapters():
-        obj.lora_id = ref.lora_id
-        tokenizer_manager.auto_create_handle_loop()
-        async with tokenizer_manager.lora_update_lock:
-            result = (await tokenizer_manager.update_lora_adapter_communicator(obj))[0]
-    else:
+    cache, name = tokenizer_manager.lora_ref_cache, obj.lora_name
+    ref = None
+    while True:
+        ref = cache.pop(name, ref)
         result = await original(tokenizer_manager, obj, *args, **kwargs)
-    if not result.success and ref is not None:
-        tokenizer_manager.lora_ref_cache.setdefault(obj.lora_name, ref)
+        if result.success or ref is None or name in tokenizer_manager.pending_lora_unloads:
+            break
+        async with tokenizer_manager.lora_update_lock:
+            if name in tokenizer_manager.lora_registry.get_all_adapters():
+                continue  # loaded again meanwhile, for a request that had asked before
+            obj.lora_id = ref.lora_id
+            result = (await tokenizer_manager.update_lora_adapter_communicator(obj))[0]
+        break
+    if result.success:
+        cache.pop(name, None)  # such a request may have put it back
+    elif ref is not None:
+        cache.setdefault(name, ref)
     return result
+
+
+async def count_at_once(
+    original: Callable[..., Coroutine[Any, Any, Any]], registry: Any, lora_name: str | list[str | None]
+) -> Any:
+    """AROUND ``LoRARegistry.acquire``: look members up and count them in one step. SGLang does it in two, and an unload
+    between them does not wait for the request."""
+    if current_settings() is None or not isinstance(lora_name, list):
+        return await original(registry, lora_name)
+    async with registry._registry_lock.writer_lock:
+        refs = [registry._registry.get(name) for name in lora_name if name is not None]
+        if None in refs:
+            missing = [name for name in lora_name if name is not None and name not in registry._registry]
+            raise ValueError(f"these adapters are not loaded: {', '.join(missing)}; they were unloaded just now")
+        for ref in refs:
+            registry._registry.move_to_end(ref.lora_name)
+            await registry._counters[ref.lora_id].increment(notify_all=False)
+    lora_ids = (ref.lora_id for ref in refs)
+    return [None if name is None else next(lora_ids) for name in lora_name]
 
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
@@ -195,5 +221,6 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     ("sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request", check_request, HookType.BEFORE),
     ("sglang.srt.managers.tokenizer_manager.TokenizerManager._resolve_lora_path", acquire_members, HookType.AROUND),
     ("sglang.srt.managers.tokenizer_manager.TokenizerManager.unload_lora_adapter", forget_unloaded, HookType.AROUND),
+    ("sglang.srt.lora.lora_registry.LoRARegistry.acquire", count_at_once, HookType.AROUND),
     ("sglang.srt.lora.lora_registry.LoRARegistry.release", release_members, HookType.AROUND),
 ]

@@ -222,6 +222,71 @@ def test_unload_waits_for_every_mix_that_holds_the_adapter(tokenizer_manager):
     asyncio.run(body())
 
 
+@pytest.mark.parametrize("steps", range(8))
+def test_an_unload_never_comes_between_lookup_and_count(tokenizer_manager, steps):
+    """However far an acquisition has come when the unload begins: it fails as a whole, or is waited for."""
+
+    async def body():
+        registry = tokenizer_manager.lora_registry
+        counters = {name: registry._counters[ref.lora_id] for name, ref in registry.get_all_adapters().items()}
+
+        async def unload():
+            await registry.wait_for_unload(await registry.unregister("json"))
+
+        acquiring = asyncio.ensure_future(registry.acquire(["json", "math"]))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        unloading = asyncio.ensure_future(unload())
+        await asyncio.wait([acquiring], timeout=1)
+        await asyncio.sleep(0.01)
+        if acquiring.exception() is not None:
+            assert "not loaded: json" in str(acquiring.exception()) and unloading.done()
+            assert {name: counter.value() for name, counter in counters.items()} == IDLE
+        else:
+            assert not unloading.done(), "unloaded beneath a request that counts on it"
+            await registry.release(acquiring.result())
+            await asyncio.wait_for(unloading, 1)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("came_back", [False, True])
+@pytest.mark.parametrize("evicted", [False, True])
+def test_an_unload_holds_whatever_happens_while_it_waits_for_its_turn(tokenizer_manager, came_back, evicted):
+    """max_loaded_loras may evict the adapter meanwhile, or a request that had asked before may load it again."""
+    from sglang.srt.lora.lora_registry import LoRARef
+    from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReqInput
+
+    told = []
+
+    async def update(obj):
+        told.append(obj.lora_id)
+        return [LoRAUpdateOutput(success=True, error_message="", loaded_adapters={})]
+
+    async def body():
+        registry = tokenizer_manager.lora_registry
+        tokenizer_manager.lora_update_lock = asyncio.Lock()
+        tokenizer_manager.pending_lora_unloads = {}
+        tokenizer_manager.update_lora_adapter_communicator = update
+        await tokenizer_manager.lora_update_lock.acquire()
+        name = "old" if not evicted else "json"
+        first = tokenizer_manager.lora_ref_cache[name]
+        unloading = asyncio.ensure_future(tokenizer_manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name)))
+        await asyncio.sleep(0.01)
+        if evicted:
+            await registry.unregister(name)
+        ref = LoRARef(lora_name=name, lora_path="x")
+        if came_back:
+            await registry.register(ref)
+            tokenizer_manager.lora_ref_cache[name] = ref
+        tokenizer_manager.lora_update_lock.release()
+        assert (await asyncio.wait_for(unloading, 1)).success
+        assert told == [ref.lora_id if came_back else first.lora_id]
+        assert name not in registry.get_all_adapters() and name not in tokenizer_manager.lora_ref_cache
+
+    asyncio.run(body())
+
+
 @pytest.mark.parametrize("name", ["json", "old"])
 @pytest.mark.parametrize("success", [True, False])
 def test_what_a_user_unloads_is_not_loaded_again_on_its_next_use(tokenizer_manager, success, name):
