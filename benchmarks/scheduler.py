@@ -6,13 +6,13 @@ Traffic: 64 requests run, and every eighth step one of them ends and another com
 then SGLang goes over the queue, admits one and finds no room for the next, while in the other steps it sees at once that the
 batch is full. A request touches 32 nodes (400 a second). One request in eight is a mix; one in twenty waits for an adapter.
 
-Counted: the queue's hooks, the clock, plans looked for and applied, ``Residency.poll``, and the whole pass less SGLang's own
-part of it, a bare walk over the window, timed alone. Not counted: what belongs to a request rather than to a step (its
-identity, the walk of ``look_ahead``), the tree's own bookkeeping, reads and copies (a plan's replace those that a pass would
-have started), and the thread that makes and sends reports and takes plans in, whose CPU time is given apart.
+Counted: every hook that SGLang's loop calls, from its first line to its last; while SGLang's own code runs, in the middle of a
+pass too, the clock stands still. Not counted: what belongs to a request rather than to a step (its identity, the walk of
+``look_ahead``), the tree's own bookkeeping, reads and copies (a plan's replace those that a pass would have started), and the
+thread that makes and sends reports and takes plans in, whose CPU time is given apart.
 
-Run: ``python -m benchmarks.scheduler`` (``--quick`` for a look). Writes results/scheduler_cpu.json. Wall and CPU time of the
-loop's thread are both taken; on a shared machine CPU time is the number that is reported.
+Run: ``python -m benchmarks.scheduler`` (``--quick`` for a look). Writes results/scheduler_cpu.json. All times are CPU times of
+the loop's thread, because the machine may be shared.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from benchmarks import results
 from sglang_lora_tree.config import Settings, publish_settings
 from sglang_lora_tree.radix.eval import EvalParameters, eval_scores
 from sglang_lora_tree.radix.residency import Demand
-from sglang_lora_tree.scheduling import plan_hooks, queue_hooks, scheduler_hooks
+from sglang_lora_tree.scheduling import overload_hooks, plan_hooks, queue_hooks, scheduler_hooks
 from sglang_lora_tree.scheduling.client import AdvisorClient
 from sglang_lora_tree.scheduling.mirror import Mirror
 from sglang_lora_tree.scheduling.plan_hooks import Plans
@@ -86,7 +86,8 @@ class Scheduler:
         low, high = sorted(self._draw.sample(range(NUM_IN_MIXES), 2))
         lora_id = f"a{rank}" if number % 8 else f"a{low}+a{high}"
         req = SimpleNamespace(rid=f"r{number}", lora_id=lora_id, origin_input_ids=[0] * 100, output_ids=[], to_finish=None)
-        req.lora_tree_ticket = STATE.queue.take_ticket(scheduler_hooks.members_of(lora_id), 100)  # type: ignore[union-attr]
+        demand = scheduler_hooks.demand_of(req).demand  # type: ignore[union-attr]
+        req.lora_tree_ticket = STATE.queue.take_ticket(demand.members, 100, demand)  # type: ignore[union-attr]
         return req
 
     def add(self, req: Any) -> None:
@@ -136,20 +137,41 @@ def build(num_nodes: int, settings: Settings, folder: Path) -> tuple[Tree, dict[
     return tree, demands
 
 
-class Times:
-    """Wall and CPU microseconds of steps."""
+class Meter:
+    """CPU time of the thread while our code runs, in microseconds."""
 
     def __init__(self) -> None:
-        self.wall: list[float] = []
-        self.cpu: list[float] = []
+        self._nanoseconds = 0
+        self._since = 0
+
+    def on(self) -> None:
+        """SGLang calls a hook, or comes back into one."""
+        self._since = time.thread_time_ns()
+
+    def off(self) -> None:
+        """The hook returns, or calls what it stands around."""
+        self._nanoseconds += time.thread_time_ns() - self._since
+
+    def take(self) -> float:
+        """What has come together since the last call."""
+        taken, self._nanoseconds = self._nanoseconds / 1e3, 0
+        return taken
+
+
+METER = Meter()
+
+
+class Times:
+    """CPU microseconds that our code added to steps."""
+
+    def __init__(self) -> None:
+        self.added: list[float] = []
         self.kinds: list[frozenset[str]] = []
         """What happened in each step."""
 
-    def add(self, work: Callable[[], None], kinds: Callable[[], frozenset[str]] = frozenset) -> None:
-        wall, cpu = measure_once(work)
-        self.wall.append(wall)
-        self.cpu.append(cpu)
-        self.kinds.append(kinds())
+    def add(self, added: float, kinds: frozenset[str]) -> None:
+        self.added.append(added)
+        self.kinds.append(kinds)
 
 
 def run(num_nodes: int, num_waiting: int, steps: int) -> list[dict[str, Any]]:
@@ -161,7 +183,8 @@ def run(num_nodes: int, num_waiting: int, steps: int) -> list[dict[str, Any]]:
         STATE.queue = make_queue(settings)
         client = AdvisorClient(settings)
         STATE.plans = Plans(tree.residency, STATE.queue, settings, client, tuple)
-        STATE.plans.swapper.step = lambda now: None  # type: ignore[method-assign] # copies are not counted: none is started
+        for start in ("_fetch_next", "_swap_in_next"):  # copies are not counted: none is started
+            setattr(STATE.plans.swapper, start, lambda *_: None)
         tree.cache.has_load_slot = lambda: False  # type: ignore[method-assign]
         scheduler = Scheduler(num_waiting)
         try:
@@ -185,6 +208,7 @@ class _Run:
 
     def step(self) -> None:
         """All that our hooks do in one step of SGLang's loop."""
+        METER.on()
         for req in self.coming:
             self.scheduler.add(req)
         step = self.plans.next_step(bool(self.coming))
@@ -192,14 +216,23 @@ class _Run:
             self.plans.apply(step)
         scheduler_hooks.poll(self.scheduler)
         plan_hooks.work(self.scheduler)
-        scheduler_hooks.run_pass(self._sglang, self.scheduler, running_batch=self.scheduler.running_batch)
+        overload_hooks.refuse_late(self.scheduler)
+        result = scheduler_hooks.run_pass(self._sglang, self.scheduler, running_batch=self.scheduler.running_batch)
+        overload_hooks.count_service(result, self.scheduler)
+        METER.off()
 
     def _sglang(self, scheduler: Scheduler, running_batch: Any) -> tuple[Any, Any]:
-        if running_batch.batch_is_full or not scheduler.waiting_queue:
-            return None, running_batch
-        STATE.adder = SimpleNamespace(can_run_list=[], rem_total_tokens=10_000)
-        queue_hooks.order_queue(lambda *_: None, scheduler.policy, scheduler.waiting_queue, running_batch)
-        return scheduler.walk(_can_schedule)
+        METER.off()
+        result = None, running_batch
+        if not running_batch.batch_is_full and scheduler.waiting_queue:
+            adder = SimpleNamespace(can_run_list=[], rem_total_tokens=10_000)
+            METER.on()
+            scheduler_hooks.remember_adder(None, adder)
+            queue_hooks.order_queue(lambda *_: None, scheduler.policy, scheduler.waiting_queue, running_batch)
+            METER.off()
+            result = scheduler.walk(_can_schedule)
+        METER.on()
+        return result
 
     def traffic(self, number: int) -> None:
         """What is SGLang's own time: a request ends, its tokens and those of the next go to the tree."""
@@ -235,6 +268,7 @@ class _Run:
             self.coming = []
             self.step()
             time.sleep(0.002)
+        METER.take()
 
     def records(self, num_nodes: int, steps: int) -> list[dict[str, Any]]:
         self.until_all_is_told()
@@ -246,10 +280,9 @@ class _Run:
         talking = (time.clock_gettime(clock) - talked) / seconds
         advisor_share = (after.user + after.system - before.user - before.system) / seconds
         messages = self.client.counters.reports + self.client.counters.plans - counters.reports - counters.plans
-        bare = self._bare_walk(100, STEP_SECONDS)
         print(f"counters: {self.client.counters}, window {STATE.queue.window_size}")  # type: ignore[union-attr]
-        records = _records(times, bare, num_nodes)
-        records += _records_of_machine(num_nodes, self._timed(4 * steps, 0.0), self._bare_walk(100, 0.0))
+        records = _records(times, num_nodes)
+        records += _records_of_machine(num_nodes, self._timed(4 * steps, 0.0))
         for name, value, unit, note in (
             ("messages_per_s", messages / seconds, "1/s", "reports and plans"),
             ("talking_thread_cpu_share", talking, "cores", "of the scheduler's process: rows, reports, plans checked"),
@@ -263,24 +296,17 @@ class _Run:
         times = Times()
         for number in _uncollected(steps):
             self.traffic(number)
-            times.add(self.step, self.kinds)
+            self.step()
+            times.add(METER.take(), self.kinds())
             do_other_work(seconds)
         return times
 
-    def _bare_walk(self, steps: int, seconds: float) -> float:
-        """SGLang's own walk over what a pass looks at, microseconds."""
-        times, scheduler = Times(), self.scheduler
-        whole, window = scheduler.waiting_queue, scheduler.waiting_queue[:SMALL_WINDOW]
-        for _ in _uncollected(steps):
-            scheduler.waiting_queue = list(window)
-            times.add(lambda: _discard(scheduler.walk(lambda *_: True)))
-            do_other_work(seconds)
-        scheduler.waiting_queue = whole
-        return float(np.median(times.cpu))
-
 
 def _can_schedule(scheduler: Any, req: Any, running_loras: set[str | None]) -> bool:
-    return scheduler_hooks.can_schedule(lambda *_: True, scheduler, req, running_loras)
+    METER.on()
+    can = scheduler_hooks.can_schedule(lambda *_: True, scheduler, req, running_loras)
+    METER.off()
+    return can
 
 
 def _uncollected(steps: int) -> Iterator[int]:
@@ -310,20 +336,16 @@ def do_other_work(seconds: float) -> None:
         pass
 
 
-def measure_once(work: Callable[[], None]) -> tuple[float, float]:
-    wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
+def measure_once(work: Callable[[], None]) -> float:
+    """Microseconds of CPU time."""
+    began = time.thread_time_ns()
     work()
-    return (time.perf_counter_ns() - wall) / 1e3, (time.thread_time_ns() - cpu) / 1e3
+    return (time.thread_time_ns() - began) / 1e3
 
 
-def _added(times: Times, bare: float) -> list[float]:
-    """Only a step that admits has a walk of SGLang's in it."""
-    return [cpu - bare * ("admits" in kinds) for cpu, kinds in zip(times.cpu, times.kinds, strict=True)]
-
-
-def _records(times: Times, bare: float, num_nodes: int) -> list[dict[str, Any]]:
-    added, wall = _added(times, bare), np.percentile(times.wall, [50, 99])
-    note = f"CPU time of {len(added)} steps; wall p50 {wall[0]:.0f}, p99 {wall[1]:.0f} us; {bare:.0f} us of SGLang's off"
+def _records(times: Times, num_nodes: int) -> list[dict[str, Any]]:
+    added = times.added
+    note = f"CPU time of {len(added)} steps, in hooks only"
     name = f"loop_added_p99_us/{num_nodes}"
     records = [
         results.record(name, float(np.percentile(added, 99)), "us", limit="value <= 100", note=note),
@@ -348,13 +370,12 @@ def _records(times: Times, bare: float, num_nodes: int) -> list[dict[str, Any]]:
     return records
 
 
-def _records_of_machine(num_nodes: int, warm: Times, bare: float) -> list[dict[str, Any]]:
+def _records_of_machine(num_nodes: int, warm: Times) -> list[dict[str, Any]]:
     """The same steps one after another, and what the pause between steps does to any code on this machine."""
-    added = _added(warm, bare)
-    note = f"{len(added)} steps one after another, nothing between them; {bare:.0f} us of SGLang's walk taken off"
+    note = f"{len(warm.added)} steps one after another, nothing between them"
     records = [
-        results.record(f"loop_added_back_to_back_p{share}_us/{num_nodes}", float(np.percentile(added, share)), "us", note=note)
-        for share in (50, 99)
+        results.record(f"loop_added_back_to_back_p{share}_us/{num_nodes}", value, "us", note=note)
+        for share, value in zip((50, 99), np.percentile(warm.added, [50, 99]).tolist(), strict=True)
     ]
     numbers = list(range(20))
 
@@ -364,11 +385,11 @@ def _records_of_machine(num_nodes: int, warm: Times, bare: float) -> list[dict[s
 
     costs = []
     for seconds in (0.0, STEP_SECONDS):
-        times = Times()
+        times = []
         for _ in range(200):
-            times.add(plain)
+            times.append(measure_once(plain))
             do_other_work(seconds)
-        costs.append(float(np.median(times.cpu)))
+        costs.append(float(np.median(times)))
     note = f"40 calls of Python: {costs[0]:.1f} us one after another, {costs[1]:.1f} us once per step"
     records.append(results.record("machine_slowdown", costs[1] / costs[0], "ratio", note=note))
     return records
@@ -388,8 +409,8 @@ def advisor_records(num_nodes: int, num_waiting: int) -> list[dict[str, Any]]:
     mirror.on_host[:] = draw.random(num_nodes) < 0.5
     mirror.node_id[:] = np.arange(num_nodes)
     places, parameters, planner = np.arange(num_nodes), EvalParameters(now=10.0), Planner(Settings(), 1)
-    scores = [measure_once(lambda: _discard(eval_scores(mirror.statistics(places), parameters)))[1] for _ in range(20)]
-    plans = [measure_once(lambda: _discard(planner.plan(mirror)))[1] for _ in range(20)]
+    scores = [measure_once(lambda: _discard(eval_scores(mirror.statistics(places), parameters))) for _ in range(20)]
+    plans = [measure_once(lambda: _discard(planner.plan(mirror))) for _ in range(20)]
     return [
         results.record(f"eval_ms/{num_nodes}", float(np.median(scores)) / 1e3, "ms", limit="value <= 20", note="CPU time, numpy"),
         results.record(f"plan_ms/{num_nodes}", float(np.median(plans)) / 1e3, "ms", note=f"CPU time; {num_waiting} waiting"),

@@ -49,7 +49,7 @@ class LoraTreeCache(UnifiedRadixCache):
         """How often somebody who could not do without waited for copies, so that their slots could be evicted."""
         self._is_last_resort = False
         self.delay_loads = 0
-        self._delayed: list[tuple[int, Any]] = []
+        self.delayed_loads: list[tuple[int, Any]] = []
         self.load_seconds = 0.0
         self.load_bytes = 0
         super().__init__(params)
@@ -121,8 +121,8 @@ class LoraTreeCache(UnifiedRadixCache):
     def _finish_copies(self) -> bool:
         """Bring every copy under way to its end; True if there was any."""
         controller = self.cache_controller
-        controller.load_queue.extend(load for _, load in self._delayed)
-        self._delayed = []
+        controller.load_queue.extend(load for _, load in self.delayed_loads)
+        self.delayed_loads = []
         if not (controller.load_queue or controller.ack_load_queue or self.ongoing_write_through):
             return False
         self.last_resorts += 1
@@ -212,7 +212,7 @@ class LoraTreeCache(UnifiedRadixCache):
 
     def is_load_path_idle(self) -> bool:
         """Whether nothing is being copied to the GPU, or waits for it."""
-        return not (self.cache_controller.ack_load_queue or self.cache_controller.load_queue or self._delayed)
+        return not (self.cache_controller.ack_load_queue or self.cache_controller.load_queue or self.delayed_loads)
 
     def start_load(self, node_id: int) -> bool:
         """Start the copy of a node, and of what is missing above it, without a batch to wait for it; False: no room."""
@@ -244,13 +244,13 @@ class LoraTreeCache(UnifiedRadixCache):
         """For tests: keep the copy just queued back, and let whoever reads the rows too early read NaN."""
         for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
             buffer[lora_node.device_slots] = torch.nan
-        self._delayed.append((self.delay_loads, self.cache_controller.load_queue.pop()))
+        self.delayed_loads.append((self.delay_loads, self.cache_controller.load_queue.pop()))
 
     def advance_delayed_loads(self) -> None:
         """One loop step has passed for the loads that are kept back."""
-        self._delayed = [(steps - 1, load) for steps, load in self._delayed]
-        while self._delayed and self._delayed[0][0] <= 0 and self.has_load_slot():
-            self.cache_controller.load_queue.append(self._delayed.pop(0)[1])
+        self.delayed_loads = [(steps - 1, load) for steps, load in self.delayed_loads]
+        while self.delayed_loads and self.delayed_loads[0][0] <= 0 and self.has_load_slot():
+            self.cache_controller.load_queue.append(self.delayed_loads.pop(0)[1])
             self.submit_loads()
 
     def loading_check(self, finish_count: int | None = None) -> None:
@@ -263,10 +263,20 @@ class LoraTreeCache(UnifiedRadixCache):
             if ack.timing_enabled:
                 self.load_seconds += ack.start_event.elapsed_time(ack.finish_event) / 1e3
 
+    @property
+    def has_queued_loads(self) -> bool:
+        """Whether copies wait to be started."""
+        return bool(self.cache_controller.load_queue)
+
     def submit_loads(self) -> None:
         """Start the queued copies although no batch was formed to wait for them."""
         if self.cache_controller.load_queue:
             self.ready_to_load_host_cache()
+
+    @property
+    def has_loads_in_flight(self) -> bool:
+        """Whether anything is being copied to the GPU."""
+        return bool(self.ongoing_load_back)
 
     def is_loaded(self, lora_node: LoraNode) -> bool:
         """On the GPU with every row in place (a load in flight does not count)."""

@@ -52,7 +52,8 @@ class DiskReader:
     def __init__(self, num_threads: int, agree: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="lora-tree-disk")
         self._agree = agree
-        self._jobs: list[Job] = []
+        self.jobs: list[Job] = []
+        """Not finished on every rank yet, or not looked at since, the oldest first."""
 
     def submit(
         self,
@@ -66,19 +67,19 @@ class DiskReader:
         Args:
             fingerprint: of the value, 63 bits; the job fails on every rank if ranks found different ones. None: not compared.
         """
-        self._jobs.append(Job(self._executor.submit(work), on_done, on_failed, fingerprint))
+        self.jobs.append(Job(self._executor.submit(work), on_done, on_failed, fingerprint))
 
     @property
     def num_pending(self) -> int:
-        return len(self._jobs)
+        return len(self.jobs)
 
     def poll(self) -> None:
         """Apply what is finished on every rank; never waits for a job."""
-        if not self._jobs:
+        if not self.jobs:
             return
-        states = self._agree(torch.tensor([job.state for job in self._jobs], dtype=torch.int64)).tolist()
-        finished = [(job, state) for job, state in zip(self._jobs, states, strict=True) if state != _PENDING]
-        self._jobs = [job for job, state in zip(self._jobs, states, strict=True) if state == _PENDING]
+        states = self._agree(torch.tensor([job.state for job in self.jobs], dtype=torch.int64)).tolist()
+        finished = [(job, state) for job, state in zip(self.jobs, states, strict=True) if state != _PENDING]
+        self.jobs = [job for job, state in zip(self.jobs, states, strict=True) if state == _PENDING]
         differing = self._find_differing([job for job, state in finished if state == _DONE and job.fingerprint])
         for job, state in finished:
             error = job.future.exception()
@@ -100,6 +101,6 @@ class DiskReader:
 
     def drain(self) -> None:
         """Wait for the threads and forget all outcomes (a flush, when the server is idle)."""
-        for job in self._jobs:
+        for job in self.jobs:
             job.future.exception()
-        self._jobs = []
+        self.jobs = []

@@ -30,7 +30,7 @@ class EvalParameters:
     version: int = 0
     """Of the plan; larger is newer."""
     now: float = 0.0
-    """Seconds on the entry rank's clock, as broadcast. Any origin; never falls."""
+    """Seconds on the entry rank's clock when the plan was made. Any origin; never falls."""
     tau: float = 60.0
     """Seconds: the unit of t in Eq. 5."""
     low_lora: float = 0.0
@@ -60,12 +60,6 @@ class EvalParameters:
             isinstance(name, str) and _is_number(share) and 0 <= share <= 1 for name, share in usage.items()
         ):
             _check("usage", False, "a mapping of identities to probabilities", self)
-
-    def at(self, now: float) -> EvalParameters:
-        """The same at another time. Without the checks, which these values have passed: the loop calls this."""
-        changed = object.__new__(EvalParameters)
-        changed.__dict__.update(self.__dict__, now=now)
-        return changed
 
     def to_message(self) -> dict[str, Any]:
         """As plain values, for orjson."""

@@ -16,7 +16,8 @@ class Pins:
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._wanted: set[str] = set()
+        self.wanted: set[str] = set()
+        """Pinned adapters."""
         self._held: dict[str, Callable[[], None]] = {}
         """Those that are on the GPU, with what lets them go."""
         self._unreadable: set[str] = set()
@@ -25,9 +26,9 @@ class Pins:
         """A name of an adapter came or went: it is pinned if any of its names is."""
         self._unreadable.discard(stored.identity)
         if stored.is_pinned:
-            self._wanted.add(stored.identity)
+            self.wanted.add(stored.identity)
         else:
-            self._wanted.discard(stored.identity)
+            self.wanted.discard(stored.identity)
             self.let_go(stored.identity)
 
     def let_go(self, identity: str) -> None:
@@ -38,7 +39,7 @@ class Pins:
 
     def others(self, members: Iterable[str] = ()) -> set[str]:
         """Pinned adapters, but for these."""
-        return self._wanted.difference(members)
+        return self.wanted.difference(members)
 
     def slots(self, but: Iterable[str] = ()) -> int:
         """Slots of pinned adapters, other than those named."""
@@ -46,7 +47,7 @@ class Pins:
 
     def note_unreadable(self, identity: str, error: str) -> None:
         """An adapter's file cannot be read: it is not tried in every step of the loop; a request for it does, or a flush."""
-        if identity in self._wanted and identity not in self._unreadable:
+        if identity in self.wanted and identity not in self._unreadable:
             logger.error("%s (it is pinned)", error)
             self._unreadable.add(identity)
 
@@ -55,7 +56,7 @@ class Pins:
         """Pinned adapters that are not on the GPU yet, but for those whose files cannot be read."""
         return [
             identity
-            for identity in sorted(self._wanted.difference(self._held))
+            for identity in sorted(self.wanted.difference(self._held))
             if identity not in self._unreadable or identity in self._tiers.core.lora_nodes
         ]
 
@@ -65,6 +66,8 @@ class Pins:
         Args:
             live: what every request that is not finished needs, with the most tokens that it may ever have.
         """
+        if len(self._held) == len(self.wanted):
+            return  # in most steps; only wanted ones are held
         missing = self.missing
         if missing:
             needs = list(live())

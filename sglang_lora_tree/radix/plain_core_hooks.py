@@ -68,9 +68,13 @@ class PlainTreeCore(UnifiedTreeCore):
         self.policy, self.retention = policy, state
         self._make_indices()
 
-    def set_eval_parameters(self, parameters: EvalParameters | None) -> None:
-        """Apply a plan; None: there is no plan any more. At one point of the loop, the same on every rank."""
-        self.retention.parameters = parameters
+    def set_eval_parameters(self, parameters: EvalParameters | None, now: float | None = None) -> None:
+        """Apply a plan; None: there is no plan any more. At one point of the loop, the same on every rank.
+
+        Args:
+            now: seconds, of the clock that the ranks share; None: when the plan was made.
+        """
+        self.retention.set_parameters(parameters, now)
         if self.policy.on_parameters(parameters):
             self.evictable_device_leaves.file_all()
             self.evictable_host_leaves.file_all()
@@ -139,7 +143,8 @@ class PlainTreeCore(UnifiedTreeCore):
 
         # The path counts as used, each node a little before the one below it.
         now = float(get_and_increase_time_counter())
-        parameters, requests = self.retention.parameters, self.retention.requests
+        retention = self.retention
+        parameters, seconds, requests = retention.parameters, retention.seconds, retention.requests
         may_fall = not self.policy.monotone
         above: UnifiedTreeNode | None = best
         while above is not None:
@@ -147,7 +152,7 @@ class PlainTreeCore(UnifiedTreeCore):
             usage = above.usage
             usage.last_look = requests
             if parameters is not None:
-                usage.touch(parameters.now, parameters.visit_window)
+                usage.touch(seconds, parameters.visit_window)
             now -= _ROOT_PATH_STEP
             if may_fall:
                 self._note_change(above)

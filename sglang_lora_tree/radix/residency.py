@@ -76,7 +76,8 @@ class Residency(Tiers):
         self._holds: dict[str, _Hold] = {}
         self._passes_waited: dict[str, int] = {}
         self._first_look: dict[str, float] = {}
-        self._places: dict[str, int] = {}
+        self._waiting: Iterable[str] = []
+        """Ids of the requests of the last pass, in order; only read when it matters who they are."""
         self._blocker: str | None = None
         self._kv_in_flight: dict[int, str] = {}
         cache.on_reset = self._forget_everything
@@ -136,27 +137,49 @@ class Residency(Tiers):
         Args:
             live: what every request that is not finished needs, with the most tokens that it may ever have.
         """
-        self.reader.poll()
-        self.cache.advance_delayed_loads()
-        self.pins.advance(live)
+        # In most steps there is none of this, and a call that finds nothing to do costs as much as what calls it.
+        if self.reader.jobs:
+            self.reader.poll()
+        if self.cache.delayed_loads:
+            self.cache.advance_delayed_loads()
+        if self.pins.wanted:
+            self.pins.advance(live)
 
     @property
     def is_busy(self) -> bool:
         """Whether something is under way that needs the loop to go on."""
         return self.reader.num_pending > 0 or bool(self.pins.missing)
 
-    def begin_pass(self, waiting: Iterable[str]) -> None:
-        """Start a pass over the queue, given its request ids in order."""
-        order = list(waiting)
-        present = set(order)
-        self._places = {request_id: place for place, request_id in enumerate(order)}
+    def begin_pass(self, waiting: Iterable[str], has_lost: bool = True) -> None:
+        """Start a pass over the queue.
+
+        Args:
+            waiting: ids of its requests, in order.
+            has_lost: whether requests may have left the queue since the last pass, other than by :meth:`note_admitted`.
+        """
+        self._waiting = waiting
+        if (has_lost and (self._holds or self._passes_waited or self._first_look)) or self._failures:
+            self._forget_absent(set(self._order))
+        # Few requests have found no room; the whole queue is looked through only if one of them has lost patience.
+        waited, patience = self._passes_waited, self.settings.patience_passes
+        if waited and max(waited.values()) >= patience:
+            self._blocker = next((name for name in self._order if waited.get(name, 0) >= patience), None)
+        else:
+            self._blocker = None
+
+    @property
+    def _order(self) -> list[str]:
+        if not isinstance(self._waiting, list):
+            self._waiting = list(self._waiting)
+        return self._waiting
+
+    def _forget_absent(self, present: set[str]) -> None:
+        """Nothing is kept of, or for, requests that are gone."""
         for request_id in [request_id for request_id in self._holds if request_id not in present]:
             self._holds.pop(request_id).release()
         self._failures = {name: failure for name, failure in self._failures.items() if not present.isdisjoint(failure[1])}
         self._passes_waited = {name: count for name, count in self._passes_waited.items() if name in present}
         self._first_look = {name: since for name, since in self._first_look.items() if name in present}
-        patience = self.settings.patience_passes
-        self._blocker = next((name for name in order if self._passes_waited.get(name, 0) >= patience), None)
 
     def admit(self, request_id: str, demand: Demand | None, room: int, alone: bool) -> Verdict:
         """Whether a waiting request can run now; if not, what it needs is on its way.
@@ -167,41 +190,48 @@ class Residency(Tiers):
             room: slots that may still be taken in this pass without touching what admitted requests were promised.
             alone: nothing runs and nothing has been admitted in this pass.
         """
-        if self._must_wait_for_blocker(request_id, demand):
+        if self._blocker is not None and self._must_wait_for_blocker(request_id, demand):
             return Verdict.WAIT
         if self._kv_in_flight and self._must_wait_for_kv(demand):
             return Verdict.WAIT
         if demand is None:
             return Verdict.READY
-        if self.failure_of(request_id, demand) is not None:
+        if self._failures and self.failure_of(request_id, demand) is not None:
             return Verdict.FAILED
-        absent = [member for member in demand.members if not self.core.is_resident(member)]
+        members, resident = demand.members, self._indices
+        absent = [member for member in members if member not in resident]
         if request_id not in self._first_look:
             self._first_look[request_id] = time.monotonic()
-            self.counters.adapter_hits += len(demand.members) - len(absent)
+            self.counters.adapter_hits += len(members) - len(absent)
             self.counters.adapter_misses += len(absent)
         if absent:
             self._bring(request_id, demand, absent, room, alone)
             return Verdict.FAILED if self.failure_of(request_id, demand) is not None else Verdict.WAIT
-        nodes = [self.core.lora_nodes[member] for member in demand.members]
-        if not all(self.cache.is_loaded(node) for node in nodes):
+        if self.cache.has_loads_in_flight and not all(map(self._is_loaded, members)):
             return Verdict.WAIT
-        if demand.is_mix and not self._ensure_mix(demand, nodes):
+        if demand.is_mix and not self.core.is_resident(demand.identity) and not self._make_mix(demand):
             self._note_no_room(request_id, alone)
             return Verdict.WAIT
         return Verdict.READY
+
+    def _is_loaded(self, member: str) -> bool:
+        return self.cache.is_loaded(self.core.lora_nodes[member])
 
     def note_rejected(self, request_id: str, alone: bool) -> None:
         """A request that was READY found no room for its tokens."""
         self._note_no_room(request_id, alone)
 
     def note_admitted(self, request_id: str, demand: Demand | None) -> None:
-        """A request runs: count the visit of its node and of its adapters."""
-        if request_id in self._holds:
-            seconds = time.monotonic() - self._first_look[request_id]
+        """A request runs, and keeps what it needs itself: count the visit of its node and of its adapters."""
+        self._passes_waited.pop(request_id, None)
+        since, hold = self._first_look.pop(request_id, None), self._holds.pop(request_id, None)
+        if hold is not None:
+            assert since is not None, "nothing is brought in for a request that nobody has looked at"
+            seconds = time.monotonic() - since
             self.counters.cold_starts += 1
             self.counters.cold_start_seconds += seconds
             self.on_cold_start(seconds)
+            hold.release()
         # In one order: what policies learn depends on it, and sets of strings have another on every rank.
         for identity in () if demand is None else dict.fromkeys((demand.identity, *demand.members)):
             lora_node = self.core.lora_nodes.get(identity)
@@ -223,11 +253,12 @@ class Residency(Tiers):
 
     def release_holds(self, younger_than: str | None = None, but: str | None = None) -> bool:
         """Take back what waiting requests hold: all, those behind one in the queue, or all but one. True if there was any."""
-        place = self._places.get(younger_than, -1) if younger_than is not None else -1
+        places = {} if younger_than is None else {name: place for place, name in enumerate(self._order)}
+        place = -1 if younger_than is None else places.get(younger_than, -1)
         names = [
             name
             for name, hold in self._holds.items()
-            if self._places.get(name, 0) > place and name != but and (hold.device or hold.host)
+            if places.get(name, 0) > place and name != but and (hold.device or hold.host)
         ]
         for name in names:
             self._holds[name].release()  # not popped: its request may be bringing something in at this moment
@@ -329,11 +360,10 @@ class Residency(Tiers):
             # Nothing runs that would make room by finishing: what younger requests hold is all there is.
             self.release_holds(younger_than=request_id)
 
-    def _ensure_mix(self, demand: Demand, members: list[LoraNode]) -> bool:
+    def _make_mix(self, demand: Demand) -> bool:
+        """Put a mix node on the GPU, whose members are there; False: no room for its page."""
         mix = self.core.lora_nodes.get(demand.identity)
-        if mix is not None and mix.is_resident:
-            return True
-        undo = [self.cache.hold(member) for member in members]
+        undo = [self.cache.hold(self.core.lora_nodes[member]) for member in demand.members]
         try:
             if mix is None:
                 host_slots = self.cache.allocate_host(self.cache.page_size)
@@ -350,7 +380,7 @@ class Residency(Tiers):
                 release()
 
     def _note_failure(self, stored: StoredAdapter, error: str) -> None:
-        self._failures[stored.identity] = error, frozenset(self._places)
+        self._failures[stored.identity] = error, frozenset(self._order)
         self.pins.note_unreadable(stored.identity, error)
 
     def _forget_everything(self) -> None:

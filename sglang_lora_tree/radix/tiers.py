@@ -81,6 +81,8 @@ class Tiers:
         self.files: AdapterFiles = RemoteFiles(settings.disk_readers) if settings.disk_readers else LocalFiles()
         self.on_read_failed: Callable[[StoredAdapter, str], None] = lambda stored, error: None
         """Told why an adapter that is still registered could not be read."""
+        self.version = 0
+        """Another one whenever other adapters are on the GPU."""
         self._layouts: dict[str, AdapterLayout] = {}
         self._indices: dict[str, int] = {}
         self._free_indices = list(range(table.capacity - 1, -1, -1))
@@ -262,6 +264,7 @@ class Tiers:
         outline = self._outline(lora_node.identity)
         index = self._free_indices.pop()
         self._indices[lora_node.identity] = index
+        self.version += 1
         assert lora_node.device_slots is not None
         self.table.write(
             index,
@@ -275,6 +278,7 @@ class Tiers:
         if lora_node.is_mix:
             return
         index = self._indices.pop(lora_node.identity)
+        self.version += 1
         self._free_indices.append(index)
         self.table.clear(index)
         self.counters.swap_outs += 1
@@ -298,5 +302,6 @@ class Tiers:
             self.table.clear(index)
             self._free_indices.append(index)
         self._indices.clear()
+        self.version += 1
         for identity in list(self._layouts):
             self._forget_unknown(identity)

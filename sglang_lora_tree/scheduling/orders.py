@@ -63,16 +63,19 @@ class QueueOrder(ABC):
         """
         return math.inf
 
-    def goes_by_age(self, waiting: Sequence[Waiting], situation: Situation) -> bool:
-        """Whether the oldest go first and nothing else counts, so that younger ones need not be looked at."""
-        return False
+    def oldest_first_until(self, now: float) -> float:
+        """Requests that came no later than this go before all others, the oldest first, and nothing else counts among them.
+
+        -inf: there are none such.
+        """
+        return -math.inf
 
 
 class Fcfs(QueueOrder):
     """As they came; with ``--schedule-policy lpm``, as SGLang orders them."""
 
-    def goes_by_age(self, waiting: Sequence[Waiting], situation: Situation) -> bool:
-        return True
+    def oldest_first_until(self, now: float) -> float:
+        return math.inf
 
     def arrange(self, waiting: Sequence[Waiting], situation: Situation) -> list[int]:
         return list(range(len(waiting)))
@@ -151,7 +154,7 @@ class OverdueFirst(QueueOrder):
         self.needs_running = order.needs_running
 
     def arrange(self, waiting: Sequence[Waiting], situation: Situation) -> list[int]:
-        latest = situation.now - self._theta
+        latest = self.oldest_first_until(situation.now)
         arrivals = [(request.arrival, position) for position, request in enumerate(waiting) if request.arrived_at <= latest]
         if not arrivals:
             return self._order.arrange(waiting, situation)
@@ -165,13 +168,12 @@ class OverdueFirst(QueueOrder):
         return overdue + [positions[position] for position in arranged]
 
     def right_until(self, waiting: Sequence[Waiting], situation: Situation) -> float:
-        latest = situation.now - self._theta
+        latest = self.oldest_first_until(situation.now)
         overdue_at = [request.arrived_at + self._theta for request in waiting if request.arrived_at > latest]
         return min(overdue_at, default=math.inf)
 
-    def goes_by_age(self, waiting: Sequence[Waiting], situation: Situation) -> bool:
-        latest = situation.now - self._theta
-        return all(request.arrived_at <= latest for request in waiting)
+    def oldest_first_until(self, now: float) -> float:
+        return now - self._theta
 
 
 def make_order(settings: Settings) -> QueueOrder:

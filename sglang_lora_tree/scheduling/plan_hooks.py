@@ -33,7 +33,7 @@ from sglang_lora_tree.scheduling.waiting_queue import WaitingQueue
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_STEPS = 0.05
-"""The clock goes on at least so often; with every request anyway."""
+"""The clock goes on at least so often, with every request and every plan; that no plans come is noticed then."""
 
 
 @dataclass
@@ -77,18 +77,17 @@ class Plans:
         self._queue = queue
         self._origin = time.monotonic()
         self._next_step = 0.0
+        self._worked_at = -1.0
 
     def next_step(self, has_requests: bool) -> Step | None:
         """On the entry rank, once per loop step: what to tell all ranks, if anything."""
         now = time.monotonic() - self._origin
-        client, plan, is_fallback = self.client, None, False
-        if client is not None:
-            plan = client.take_plan()
-            is_fallback = plan is None and not client.is_alive
-        if plan is None and not has_requests and now < self._next_step and is_fallback == self.is_fallback:
+        client = self.client
+        plan = None if client is None else client.take_plan()
+        if plan is None and not has_requests and now < self._next_step:
             return None
         self._next_step = now + SECONDS_BETWEEN_STEPS
-        return Step(now, plan, is_fallback)
+        return Step(now, plan, plan is None and client is not None and not client.is_alive)
 
     def apply(self, step: Step) -> None:
         """On every rank: the one place where a plan takes effect."""
@@ -99,7 +98,7 @@ class Plans:
         if step.plan is not None:
             self.last = step.plan
             self._count(step.plan)
-            core.set_eval_parameters(step.plan.parameters.at(step.now))
+            core.set_eval_parameters(step.plan.parameters, step.now)
             queue.want(step.plan.candidates)
             self.swapper.follow(step.plan)
 
@@ -138,9 +137,12 @@ class Plans:
 
     def work(self, waiting: list[Any], num_running: int) -> None:
         """On every rank, once per loop step."""
-        self.swapper.step(self._queue.now)
-        if self.reporter is not None:
-            self.reporter.step(self._queue.now, waiting, num_running)
+        now = self._queue.now
+        self.swapper.step(now)
+        if now != self._worked_at:  # the clock goes on more often than reports are made
+            self._worked_at = now
+            if self.reporter is not None:
+                self.reporter.step(now, waiting, num_running)
 
 
 def attach(scheduler: Any, is_entry_rank: bool) -> None:

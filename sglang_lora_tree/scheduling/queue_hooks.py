@@ -21,7 +21,6 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_lora_tree.radix.residency import Residency
 from sglang_lora_tree.scheduling.orders import Situation
 from sglang_lora_tree.scheduling.scheduler_hooks import STATE, members_of
 from sglang_lora_tree.scheduling.waiting_queue import arrival_of
@@ -43,9 +42,9 @@ def order_queue(
     if queue is None or residency is None:
         original(policy, waiting_queue, running_batch, *args, **kwargs)
         return
-    version = None if queue.order.needs_running else _version_of_resident(residency)
-    if STATE.is_split and queue.is_arranged(waiting_queue, version):
-        STATE.begin_pass(waiting_queue)
+    version = None if queue.order.needs_running else residency.version
+    if STATE.is_split and queue.keep_order(waiting_queue, version):
+        STATE.begin_pass(residency, waiting_queue)
         return
     waiting_queue.sort(key=arrival_of)  # the pass before has left it in another order
     if not STATE.is_split or policy.policy is CacheAgnosticPolicy.FCFS:
@@ -61,12 +60,7 @@ def order_queue(
         waiting_queue[:] = ordered
     else:
         waiting_queue[:] = queue.arrange(waiting_queue, situation, version)
-    STATE.begin_pass(waiting_queue)
-
-
-def _version_of_resident(residency: Residency) -> tuple[int, int, int]:
-    """Another one whenever other adapters are on the GPU: without a swap-out there can only be more of them."""
-    return residency.num_resident, residency.counters.swap_outs, residency.core.resets
+    STATE.begin_pass(residency, waiting_queue)
 
 
 def share_waiting_times(result: None, drainer: Any, waiting_queue: list[Req], running_reqs: list[Req]) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,14 +86,15 @@ class SchedulerState:
     def residency(self) -> Residency | None:
         return None if self.manager is None else self.manager.residency
 
-    def begin_pass(self, ordered: Iterable[Req]) -> None:
+    def begin_pass(self, residency: Residency, ordered: Iterable[Req]) -> None:
         """The requests that this pass will look at are in their order."""
-        assert self.residency is not None
         self.is_ordered = True
-        self.residency.begin_pass([req.rid for req in ordered])
+        residency.begin_pass(map(_id_of, ordered), not self.is_split or self.queue.has_lost)  # type: ignore[union-attr]
 
 
 STATE = SchedulerState()
+_READY, _FAILED, _FCFS = Verdict.READY, Verdict.FAILED, CacheAgnosticPolicy.FCFS  # looking them up by their class is slow
+_id_of = attrgetter("rid")
 
 
 def attach(scheduler: Any) -> None:
@@ -146,8 +148,9 @@ def file_under_identity(result: None, req: Req, *args: Any, **kwargs: Any) -> No
         req.lora_id = None
     req.extra_key = namespace_key(BASE_IDENTITY if weighted is None else weighted.demand.identity, extra_key)
     if STATE.queue is not None:
-        members = () if weighted is None else weighted.demand.members
-        req.lora_tree_ticket = STATE.queue.take_ticket(members, len(req.origin_input_ids))
+        demand = None if weighted is None else weighted.demand
+        members = () if demand is None else demand.members
+        req.lora_tree_ticket = STATE.queue.take_ticket(members, len(req.origin_input_ids), demand)
 
 
 def limit_length(result: None, scheduler: Any, req: Req) -> None:
@@ -168,7 +171,7 @@ def limit_length(result: None, scheduler: Any, req: Req) -> None:
 
 def _refuse(req: Req, message: str) -> None:
     req.set_finish_with_abort(message, status_code=HTTPStatus.BAD_REQUEST)
-    req.lora_id = None  # SGLang runs refused requests for one token: the base model can do that
+    req.lora_id = req.lora_tree_ticket.demand = None  # SGLang runs refused requests for one token: the base model can do that
     req.extra_key = namespace_key(BASE_IDENTITY, "refused")
 
 
@@ -177,8 +180,9 @@ def _refuse(req: Req, message: str) -> None:
 
 def poll(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE ``Scheduler.get_next_batch_to_run``."""
-    if STATE.residency is not None:
-        STATE.residency.poll(lambda: _live_needs(scheduler))
+    manager = STATE.manager
+    if manager is not None and manager.residency is not None:
+        manager.residency.poll(lambda: _live_needs(scheduler))
 
 
 def _live_needs(scheduler: Any) -> Iterator[tuple[Demand | None, int]]:
@@ -229,23 +233,26 @@ def remember_adder(result: None, adder: Any, *args: Any, **kwargs: Any) -> None:
 
 def run_pass(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND ``Scheduler._get_new_batch_prefill_raw``: one pass over the waiting queue."""
-    residency, queue = STATE.residency, STATE.queue
-    if residency is None or queue is None:
+    state = STATE
+    manager, queue = state.manager, state.queue
+    if manager is None or queue is None or manager.residency is None:
         return original(scheduler, *args, **kwargs)
+    residency = manager.residency
     will_look = _will_look(scheduler, *args, **kwargs)
-    if will_look or STATE.will_look or STATE.is_ordered:  # else the pass before has left nothing behind
-        STATE.begin(will_look)
+    if will_look or state.will_look or state.is_ordered:  # else the pass before has left nothing behind
+        state.begin(will_look)
     result = _walk_queue(original, queue, scheduler, *args, **kwargs) if will_look else original(scheduler, *args, **kwargs)
     batch = result[0]
-    if STATE.is_ordered or batch is not None:
+    if state.is_ordered or batch is not None:
         _note_outcome(residency, queue, scheduler, [] if batch is None else batch.reqs)
-    elif will_look or len(scheduler.waiting_queue) < STATE.num_left:
+    elif will_look or len(scheduler.waiting_queue) < state.num_left:
         # What requests hold that are gone ends all the same. Only those that a pass has looked at hold anything.
         waiting = scheduler.waiting_queue
-        residency.begin_pass(req.rid for req in (waiting[:WINDOW] if may_split(scheduler.policy, waiting) else waiting))
-    STATE.num_left = len(scheduler.waiting_queue)
-    residency.end_pass(batch_formed=batch is not None)
-    if STATE.manager.settings.verify_invariants:  # type: ignore[union-attr]
+        residency.begin_pass(map(_id_of, waiting[:WINDOW] if may_split(scheduler.policy, waiting) else list(waiting)))
+    state.num_left = len(scheduler.waiting_queue)
+    if batch is None and residency.cache.has_queued_loads:
+        residency.end_pass(batch_formed=False)
+    if manager.settings.verify_invariants:
         residency.core.check_invariants()
         residency.cache.check_ranks_agree()
     return result
@@ -282,60 +289,64 @@ def _walk_queue(original: Callable[..., Any], queue: WaitingQueue, scheduler: An
 
 def _note_outcome(residency: Residency, queue: WaitingQueue, scheduler: Any, admitted: list[Req]) -> None:
     """Tell everybody who was admitted, and who was not for want of room."""
+    state = STATE
     for req in admitted:
-        weighted = demand_of(req)
-        residency.note_admitted(req.rid, None if weighted is None else weighted.demand)
-    if admitted and STATE.plans is not None and STATE.plans.reporter is not None:
-        STATE.plans.reporter.note_admitted(admitted)
-    rejected = [req for req in STATE.ready if req not in admitted]
+        residency.note_admitted(req.rid, req.lora_tree_ticket.demand)
+    if admitted and state.plans is not None and state.plans.reporter is not None:
+        state.plans.reporter.note_admitted(admitted)
+    rejected = [req for req in state.ready if req not in admitted]
     for req in rejected:
         residency.note_rejected(req.rid, not admitted and scheduler.running_batch.is_empty())
-    if STATE.is_split:
-        queue.note_pass(STATE.num_looked_at >= STATE.num_window, bool(rejected))
-    elif STATE.is_ordered:
+    if state.is_split:
+        queue.note_pass(state.num_looked_at >= state.num_window, bool(rejected))
+    elif state.is_ordered:
         queue.note_unsplit()
-    _abort_failed(scheduler)
-    STATE.adder = None
+    if state.failed:
+        _abort_failed(scheduler)
+    state.adder = None
 
 
 def may_split(policy: Any, queue: list[Req]) -> bool:
     """Whether a pass may look at a part of the queue only: where SGLang itself would take it as it comes."""
     if policy.enable_priority_scheduling:
         return False
-    if policy.policy is CacheAgnosticPolicy.FCFS:
+    if policy.policy is _FCFS:
         return True
     return len(queue) > WINDOW and policy.policy in (CacheAwarePolicy.LPM, CacheAwarePolicy.HRRN)
 
 
 def can_schedule(original: Callable[..., bool], scheduler: Any, req: Req, running_loras: set[str | None]) -> bool:
     """AROUND ``Scheduler.can_schedule_lora_req``: are the request's adapters on the GPU, or on their way?"""
-    residency = STATE.residency
-    if residency is None:
+    state = STATE
+    manager = state.manager
+    if manager is None or manager.residency is None:
         return original(scheduler, req, running_loras)
-    STATE.num_looked_at += 1
+    residency = manager.residency
+    state.num_looked_at += 1
     if scheduler.lora_drainer and not scheduler.lora_drainer.can_schedule(req):
         return False
     if req.to_finish is not None:
         return True  # refused already; it only has to pass through
-    if STATE.num_waits >= MAX_WAITS and not all(map(residency.resident.__contains__, req.lora_tree_ticket.waiting.members)):
-        return False
-    weighted = demand_of(req)
-    demand = None if weighted is None else weighted.demand
-    if demand is not None and req.lora_id not in running_loras:
-        limit = STATE.most_adapters or scheduler.max_loras_per_batch
-        # What runs is on the GPU, so where that is not too much, what runs is not.
-        if residency.num_resident + len(demand.members) > limit and _too_many_adapters(limit, demand, running_loras):
+    demand = req.lora_tree_ticket.demand
+    if demand is not None:
+        if state.num_waits >= MAX_WAITS and not all(map(residency.resident.__contains__, demand.members)):
             return False
-    adder = STATE.adder
+        if req.lora_id not in running_loras:
+            limit = state.most_adapters or scheduler.max_loras_per_batch
+            # What runs is on the GPU, so where that is not too much, what runs is not.
+            if residency.num_resident + len(demand.members) > limit and _too_many_adapters(limit, demand, running_loras):
+                return False
+    adder = state.adder
     alone = not adder.can_run_list and scheduler.running_batch.is_empty()
     verdict = residency.admit(req.rid, demand, int(adder.rem_total_tokens), alone)
-    if verdict is Verdict.FAILED:
-        STATE.failed.append((req, str(residency.failure_of(req.rid, demand))))
-    elif verdict is Verdict.READY:
-        STATE.ready.append(req)
+    if verdict is _READY:
+        state.ready.append(req)
+        return True
+    if verdict is _FAILED:
+        state.failed.append((req, str(residency.failure_of(req.rid, demand))))
     else:
-        STATE.num_waits += 1
-    return verdict is Verdict.READY
+        state.num_waits += 1
+    return False
 
 
 def _too_many_adapters(limit: int, demand: Demand, running_loras: set[str | None]) -> bool:
@@ -349,8 +360,6 @@ def _too_many_adapters(limit: int, demand: Demand, running_loras: set[str | None
 
 def _abort_failed(scheduler: Any) -> None:
     """Answer the requests whose adapters cannot be had; nobody else notices."""
-    if not STATE.failed:
-        return
     failed = {id(req) for req, _ in STATE.failed}
     scheduler.waiting_queue = [req for req in scheduler.waiting_queue if id(req) not in failed]
     for req, message in STATE.failed:

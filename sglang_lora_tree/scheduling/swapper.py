@@ -8,7 +8,6 @@ short meanwhile, it goes all the same.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -63,21 +62,21 @@ class Swapper:
         self._settings = settings
         self._busy = busy
         residency.release_ahead = self.release_all
-        self._prefetch: deque[str] = deque()
-        self._swap_in: deque[int] = deque()
+        self._plan: Plan | None = None
+        self._num_fetched = self._num_swapped_in = 0
+        """How far the lists of the plan have been followed."""
         self._graces: dict[int, _Grace] = {}
         self._resets = residency.core.resets
 
     def follow(self, plan: Plan) -> None:
         """The lists of a new plan replace those of the one before."""
-        if self._settings.prefetch:
-            self._prefetch = deque(plan.prefetch)
-        self._swap_in = deque(plan.swap_in)
+        self._plan = plan
+        self._num_fetched = 0 if self._settings.prefetch else len(plan.prefetch)
+        self._num_swapped_in = 0
 
     def stop(self) -> None:
         """There is no plan any more."""
-        self._prefetch.clear()
-        self._swap_in.clear()
+        self._plan = None
 
     def step(self, now: float) -> None:
         """Once per loop step: at most one read and one copy."""
@@ -87,10 +86,13 @@ class Swapper:
             self.stop()
         if self._graces:
             self._end_graces(now)
-        if self._prefetch:
-            self._fetch_next(now)
-        elif self._swap_in:
-            self._swap_in_next(now)
+        plan = self._plan
+        if plan is None:
+            return
+        if self._num_fetched < len(plan.prefetch):
+            self._fetch_next(plan.prefetch[self._num_fetched], now)
+        elif self._num_swapped_in < len(plan.swap_in):
+            self._swap_in_next(plan.swap_in[self._num_swapped_in], now)
 
     def release_all(self) -> bool:
         """Memory is short: what came in ahead may go. True if there was any."""
@@ -101,27 +103,25 @@ class Swapper:
 
     # ---- Steps ----
 
-    def _fetch_next(self, now: float) -> None:
+    def _fetch_next(self, identity: str, now: float) -> None:
         residency = self._residency
-        identity = self._prefetch[0]
         tier = None if residency.store.get(identity) is None else residency.tier_of(identity)
+        if tier == "host" and not residency.cache.is_load_path_idle():
+            return
+        self._num_fetched += 1
         if tier == "disk":
-            self._prefetch.popleft()
             self.counters.reads_ahead += residency.read_ahead(identity)
-        elif tier != "host":
-            self._prefetch.popleft()
-        elif residency.cache.is_load_path_idle():
-            self._prefetch.popleft()
+        elif tier == "host":
             lora_node = residency.swap_in_ahead(identity, self._prefetch_room)
             if lora_node is not None:
                 self.counters.swap_ins_ahead += 1
                 self._keep(lora_node.node.id, now)
 
-    def _swap_in_next(self, now: float) -> None:
+    def _swap_in_next(self, node_id: int, now: float) -> None:
         residency = self._residency
         if not residency.cache.is_load_path_idle():
             return
-        node_id = self._swap_in.popleft()
+        self._num_swapped_in += 1
         spare = (1.0 - self._settings.swap_in_below) * residency.cache.num_pool_slots
         if residency.swap_in_node(node_id, int(residency.cache.num_free_slots - spare), self._busy):
             self.counters.proactive_swap_ins += 1

@@ -34,7 +34,7 @@ def live_one_life(folder: Path, policy: str) -> list[int]:
         loop = Loop(tree)
         for step in range(STEPS):
             if step % 10 == 0:
-                tree.core.set_eval_parameters(EvalParameters().at(float(step)))
+                tree.core.set_eval_parameters(EvalParameters(), float(step))
             if len(loop.waiting) < 4:
                 members = chance.sample("abcd", chance.choice([0, 1, 1, 2, 3]))
                 tokens = [chance.randrange(2) for _ in range(chance.randint(1, 8))]

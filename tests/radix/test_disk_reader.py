@@ -21,7 +21,7 @@ class Ranks:
         self.gates: list[list[threading.Event]] = [[], []]
 
     def agree(self, _: torch.Tensor) -> torch.Tensor:
-        states = [[job.state for job in reader._jobs] for reader in self.before]
+        states = [[job.state for job in reader.jobs] for reader in self.before]
         return torch.tensor(states).min(dim=0).values
 
     def submit(self, rank: int, name: str, error: Exception | None = None) -> Callable[[], None]:
@@ -35,12 +35,12 @@ class Ranks:
 
         log = self.log[rank]
         self.readers[rank].submit(work, log.append, lambda message: log.append(("failed", message)))
-        job = self.readers[rank]._jobs[-1]
+        job = self.readers[rank].jobs[-1]
         return lambda: (gate.set(), job.future.exception(10), None)[-1]
 
     def poll(self) -> None:
         # The reduction sees what both ranks hold at this step.
-        self.before = [type("Held", (), {"_jobs": list(reader._jobs)}) for reader in self.readers]
+        self.before = [type("Held", (), {"jobs": list(reader.jobs)}) for reader in self.readers]
         for reader in self.readers:
             reader.poll()
 
@@ -79,11 +79,11 @@ def test_a_slow_job_does_not_hold_back_a_later_one_and_poll_never_waits() -> Non
     reader, gate, log = DiskReader(2, lambda states: states), threading.Event(), []
     reader.submit(lambda: gate.wait(10), lambda _: log.append("slow"), log.append)
     reader.submit(lambda: None, lambda _: log.append("quick"), log.append)
-    reader._jobs[1].future.result(10)
+    reader.jobs[1].future.result(10)
     reader.poll()
     assert log == ["quick"] and reader.num_pending == 1
     gate.set()
-    reader._jobs[0].future.result(10)
+    reader.jobs[0].future.result(10)
     reader.poll()
     assert log == ["quick", "slow"]
 
@@ -92,7 +92,7 @@ def test_a_slow_job_does_not_hold_back_a_later_one_and_poll_never_waits() -> Non
 def test_an_error_is_handed_on_as_text(error: Exception) -> None:
     reader, log = local(), []
     reader.submit(lambda: (_ for _ in ()).throw(error), log.append, lambda text: log.append(("failed", text)))
-    reader._jobs[0].future.exception(10)
+    reader.jobs[0].future.exception(10)
     reader.poll()
     assert log == [("failed", str(error))]
 
@@ -101,7 +101,7 @@ def test_a_callback_may_submit_more() -> None:
     reader, log = local(), []
     reader.submit(lambda: 1, lambda _: reader.submit(lambda: 2, log.append, log.append), log.append)
     for _ in range(2):
-        reader._jobs[0].future.exception(10)
+        reader.jobs[0].future.exception(10)
         reader.poll()
     assert log == [2] and reader.num_pending == 0
 
@@ -133,7 +133,7 @@ def test_ranks_that_found_different_things_fail_together(own: int, other: int, s
     reader, done, failed = DiskReader(1, agree), [], []
     for fingerprint in (lambda value: value, None):
         reader.submit(lambda: own, done.append, failed.append, fingerprint)
-    for job in reader._jobs:
+    for job in reader.jobs:
         job.future.result(10)
     reader.poll()
     assert (done, len(failed)) == (([own, own], 0) if same else ([own], 1))

@@ -72,9 +72,9 @@ def random_nodes(policy: Any, count: int, seed: int, spread: float = 600.0) -> l
         node.usage.is_adapter = rng.random() < 0.1
     times = sorted(rng.uniform(0, spread) for _ in range(3 * count))
     for tick, (moment, node) in enumerate(zip(times, nodes + rng.choices(nodes, k=2 * count), strict=True)):
-        policy.state.parameters = EvalParameters(now=moment, low_lora=20.0)
+        policy.state.set_parameters(EvalParameters(now=moment, low_lora=20.0))
         use(policy, node, tick)
-    policy.state.parameters = EvalParameters(now=spread, low_lora=20.0)
+    policy.state.set_parameters(EvalParameters(now=spread, low_lora=20.0))
     policy.state.resident_adapters = 12
     policy.on_parameters(policy.state.parameters)
     return nodes
@@ -160,7 +160,7 @@ def test_plans_change_the_order_and_their_end_changes_it_back():
     for node in (small, large):
         node.usage.visits = 1.0
     assert policy.static_key(large) < policy.static_key(small)
-    policy.state.parameters = EvalParameters(now=1.0)
+    policy.state.set_parameters(EvalParameters(now=1.0))
     assert policy.on_parameters(policy.state.parameters), "keys change"
     assert policy.static_key(small) < policy.static_key(large), "the large one costs more"
     assert not policy.on_parameters(EvalParameters(now=2.0)), "time alone changes no key"

@@ -103,7 +103,7 @@ def test_two_mixes_that_each_hold_what_the_other_needs_do_not_deadlock(make_tree
     loop.submit("two", {"c": 0.5, "d": 0.5}, [1, 2], num_new=3)
     # The reads come in crosswise, so both have a first member to hold before either has its second.
     loop.step()
-    jobs = tree.residency.reader._jobs
+    jobs = tree.residency.reader.jobs
     for index in (0, 2):
         jobs[index].future.exception()
     loop.step()

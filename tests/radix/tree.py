@@ -235,7 +235,7 @@ class Tree:
 
     def settle(self) -> None:
         """Let every read and copy under way come to its end."""
-        while self.residency.reader.num_pending or self.cache._delayed or self.cache.cache_controller.load_queue:
+        while self.residency.reader.num_pending or self.cache.delayed_loads or self.cache.cache_controller.load_queue:
             self.finish_reads()
             self.residency.poll()
             self.cache.submit_loads()
@@ -245,7 +245,7 @@ class Tree:
 
     def finish_reads(self) -> None:
         """Have all files read; the next poll takes them in."""
-        for job in self.residency.reader._jobs:
+        for job in self.residency.reader.jobs:
             job.future.exception()
 
     def bring(self, *identities: str) -> None:
@@ -264,7 +264,7 @@ class Tree:
     def bring_mix(self, demand: Demand) -> None:
         self.bring(*demand.members)
         if demand.is_mix:
-            assert self.residency._ensure_mix(demand, [self.core.lora_nodes[member] for member in demand.members])
+            assert self.core.is_resident(demand.identity) or self.residency._make_mix(demand)
 
     def flush(self) -> None:
         """What SGLang does for /flush_cache."""
@@ -329,7 +329,7 @@ class Tree:
             assert int(table.slot_count[index]) == 0, f"free index {index} still has slots"
 
     def _check_rows(self) -> None:
-        loading = bool(self.cache.cache_controller.load_queue or self.cache._delayed)
+        loading = bool(self.cache.cache_controller.load_queue or self.cache.delayed_loads)
         for lora_node in self.core.lora_nodes.values():
             if lora_node.is_mix:
                 continue

@@ -20,7 +20,7 @@ def test_what_threads_have_read_is_applied_while_the_loop_is_paused(monkeypatch:
     monkeypatch.setattr(STATE, "manager", SimpleNamespace(residency=SimpleNamespace(reader=reader)))
     outcomes: list[str] = []
     reader.submit(lambda: "read", outcomes.append, outcomes.append)
-    reader._jobs[0].future.result(10)
+    reader.jobs[0].future.result(10)
     (_, hook, _) = pause_hooks.HOOKS[0]
     hook(SimpleNamespace())
     assert outcomes == ["read"]

@@ -67,14 +67,15 @@ def test_a_plan_and_its_end(plans: Plans, tree: Tree) -> None:
     step = plans.next_step(False)
     assert step is not None and step.plan is PLAN and not step.is_fallback
     plans.apply(Step(7.0, step.plan))
-    parameters = tree.core.retention.parameters
-    assert parameters is not None and parameters.now == 7.0, "time is the broadcast's, not the advisor's"
+    assert tree.core.retention.parameters is PLAN.parameters
+    assert tree.core.retention.seconds == 7.0, "time is the broadcast's, not the advisor's"
     assert not queue.is_fallback and list(queue._wanted) == [5, 6] and plans.last is PLAN
     client.is_alive = False  # type: ignore[union-attr, misc]
+    plans.clock[0] += SECONDS_BETWEEN_STEPS  # type: ignore[attr-defined]
     step = plans.next_step(False)
     assert step is not None and step.is_fallback
     plans.apply(step)
-    assert tree.core.retention.parameters is None and not queue._wanted and plans.last is None
+    assert tree.core.retention.parameters is None and not list(queue._wanted) and plans.last is None
     assert plans.counters.fallbacks == 2 and plans.counters.applied == 1
 
 

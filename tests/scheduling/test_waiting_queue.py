@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_lora_tree.scheduling.orders import Fcfs, Situation, Waiting
+from sglang_lora_tree.config import Settings
+from sglang_lora_tree.scheduling.orders import Fcfs, Situation, Waiting, make_order
 from sglang_lora_tree.scheduling.waiting_queue import SMALL_WINDOW, WINDOW, Ticket, WaitingQueue, arrival_of
 
 
@@ -110,8 +113,8 @@ class Counting(Fcfs):
     def right_until(self, waiting: Sequence[Waiting], situation: Situation) -> float:
         return situation.now + 1.0
 
-    def goes_by_age(self, waiting: Sequence[Waiting], situation: Situation) -> bool:
-        return False
+    def oldest_first_until(self, now: float) -> float:
+        return -1.0
 
 
 def test_an_order_is_looked_for_when_something_has_changed() -> None:
@@ -119,21 +122,86 @@ def test_an_order_is_looked_for_when_something_has_changed() -> None:
     queue.order = Counting()
     situation = Situation(0.0, frozenset(), frozenset())
     window = queue.split(requests)
-    assert not queue.is_arranged(window, 1)
+    assert not queue.keep_order(window, 1)
     queue.join(queue.arrange(window, situation, 1), requests)
     window = queue.split(requests)
-    assert queue.is_arranged(window, 1), "nothing has changed"
-    assert not queue.is_arranged(window, 2), "other adapters are on the GPU"
+    assert queue.keep_order(window, 1) and not queue.has_lost, "nothing has changed"
+    assert not queue.keep_order(window, 2), "other adapters are on the GPU"
     queue.now = 1.0
-    assert not queue.is_arranged(window, 1), "somebody may be overdue"
+    assert not queue.keep_order(window, 1), "somebody may be overdue"
     queue.now = 0.5
-    assert not queue.is_arranged(window[1:], 1), "one was admitted"
     queue.is_fallback = True
-    assert not queue.is_arranged(window, 1)
+    assert not queue.keep_order(window, 1)
     queue.is_fallback = False
+    queue.join(window[1:], requests)
+    window = queue.split(requests)
+    assert not queue.keep_order(window, 1) and not queue.has_lost, "one was admitted, another came"
+    queue.join(queue.arrange(window, situation, 1), requests)
+    del requests[3]
+    window = queue.split(requests)
+    assert queue.has_lost and not queue.keep_order(window, 1), "one was aborted"
     queue.arrange(window, situation)
-    assert not queue.is_arranged(window, None), "an order that depends on more is looked for every time"
-    assert queue.order.asked == 2
+    assert not queue.keep_order(window, None), "an order that depends on more is looked for every time"
+    assert queue.order.asked == 3
+
+
+def test_one_by_one_the_plan_and_the_oldest_take_turns() -> None:
+    queue, requests = make_queue(500)
+    queue.order = Counting()
+    queue.join(queue.split(requests), requests)
+    queue.want(range(400, 450))
+    for _ in range(40):
+        requests = queue.join(sorted(queue.split(requests), key=arrival_of)[1:], requests)
+    assert sum(arrival_of(request) >= 400 for request in queue.split(requests)) == 20
+
+
+@pytest.mark.parametrize("name", ["lag", "fcfs", "lcfs", "least_adapters", "random"])
+def test_an_order_that_is_kept_is_the_one_that_would_be_found(name: str) -> None:
+    """While requests come, are admitted, retracted and aborted, adapters come and go, and time passes."""
+    assert sum(live_one_life(name, random.Random(seed)) for seed in range(60)) > 100, "it is hardly ever kept"
+
+
+def live_one_life(name: str, chance: random.Random) -> int:
+    """How many passes have kept the order of the pass before."""
+    queue = WaitingQueue(make_order(Settings(queue_order=name, theta_seconds=5.0)))
+    requests: list[Request] = []
+    running: list[Request] = []
+    resident, version, kept = {"a", "b"}, 0, 0
+
+    def join_queue(request: Request) -> None:
+        queue.note_queued(request)
+        requests.append(request)
+
+    for _ in range(30):
+        queue.now += chance.choice([0.0, 0.5, 4.0])
+        for _ in range(chance.choice([0, 0, 1, 3, 40])):
+            join_queue(Request(queue.take_ticket(chance.sample("abcde", chance.randint(0, 2)))))
+        if running and chance.random() < 0.2:
+            join_queue(running.pop())
+        if requests and chance.random() < 0.2:
+            requests.pop(chance.randrange(len(requests)))
+        if chance.random() < 0.2:
+            resident ^= {chance.choice("cde")}
+            version += 1
+        queue.want(chance.choices(range(200), k=3))
+        window = queue.split(requests)
+        situation = Situation(queue.now, frozenset(), resident)
+        by_arrival = sorted(window, key=arrival_of)
+        rows = [request.lora_tree_ticket.waiting for request in by_arrival]
+        expected = [by_arrival[position] for position in queue.order.arrange(rows, situation)]
+        if chance.random() < 0.8:  # else the pass ends before it comes to the order
+            if queue.keep_order(window, version):
+                kept += 1
+            else:
+                window = queue.arrange(by_arrival, situation, version)
+            assert numbers(window) == numbers(expected)
+            able = [request for request in window if resident.issuperset(request.lora_tree_ticket.waiting.members)]
+            admitted = able[: chance.randint(0, 2)]
+            running += admitted
+            window = [request for request in window if request not in admitted]
+            queue.note_pass(chance.random() < 0.5, chance.random() < 0.5)
+        requests = queue.join(window, requests)
+    return kept
 
 
 def test_members_count_once() -> None:

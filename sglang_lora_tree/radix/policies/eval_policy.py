@@ -53,7 +53,7 @@ class Eval(Policy):
         parameters = self.state.parameters
         if parameters is None:
             return node.last_access_time
-        usage, age = node.usage, parameters.now - node.usage.used_at
+        usage, age = node.usage, self.state.seconds - node.usage.used_at
         value = self._log_value(node)
         if "visit" in self._terms:
             value -= age / parameters.visit_window
