@@ -7,7 +7,7 @@ Llama-3.1-8B's shape, random weights, bfloat16; 12 adapters of rank 64 whose spe
 tokens over all adapters. One server per case serves first the originals, then, after these are unloaded, their twelfths: same
 pool, same graphs. Scarce: the pool has room for few of the originals beside the requests, so they are swapped, and requests
 wait for them. Ample: it has room for all, and what remains of the difference is the kernels'. About 40 GB of GPU memory, 25
-GB of pinned RAM, 5 GB of disk, a minute of preparation, 2 until both servers are up, 1 per case; results:
+GB of pinned RAM, 5 GB of disk, 2 to 3 minutes until both servers are up, 1 per case; results:
 ``fleet_serving_<gpu>.json`` (of a small run ``fleet_serving_small.json``), written after each case, and the servers' logs. A
 case that fails is said, and the exit is 1.
 """
@@ -36,7 +36,7 @@ from benchmarks import results
 from benchmarks.llama8b import write_config
 from benchmarks.server import Server
 from sglang_lora_tree.adapters.base_shape import MODULE_PATHS, BaseShape
-from sglang_lora_tree.fleet.compress import Settings, compress
+from sglang_lora_tree.fleet.compress import Outcome, Settings, compress
 
 BUDGET = Fraction(1, 12)
 ROOM_FOR_ORIGINALS = {"scarce": 4.5, "ample": 1e9}
@@ -99,48 +99,70 @@ def measure(work: Path, out: Path, machine: str, scale: Scale, cases: Sequence[s
     device = "cuda" if torch.cuda.is_available() else "cpu"
     originals = [write_adapter(work / f"x{index}", base, scale.rank, index, device) for index in range(scale.num_adapters)]
     print(f"{len(originals)} adapters written after {time.monotonic() - start:.0f} s", flush=True)
-    outcomes = compress(originals, work / "twelfth", Settings(BUDGET), base, device)
-    print(f"compressed after {time.monotonic() - start:.0f} s", flush=True)
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    before = sum(outcome.survey.slots(outcome.survey.ranks, base) for outcome in outcomes)
-    after = sum(outcome.survey.slots(outcome.ranks, base) for outcome in outcomes)
-    share = scale.rank // BUDGET.denominator / scale.rank  # what rounding down the ranks leaves of 1/12
-    records = [
-        results.record("slots/twelfth", after, "slots", baseline=("originals", before), limit=f"ratio <= {1.1 * share:.4f}")
-    ]
-    fleets = {
-        "original": {f"original{index}": folder for index, folder in enumerate(originals)},
-        "twelfth": {f"twelfth{index}": work / "twelfth" / folder.name for index, folder in enumerate(originals)},
-    }
-    ratios: dict[str, float] = {}
+    slots = count_slots(base, scale.rank)
     pools = {}
     for case in cases:
         room = min(ROOM_FOR_ORIGINALS[case], scale.num_adapters + 1)
-        pools[case] = scale.request_slots + int(room * before / scale.num_adapters) + scale.request_slots // 8
-    for case, server in start_servers(model, scale, fleets, pools, out):
-        pool = pools[case]
+        pools[case] = scale.request_slots + int(room * slots) + scale.request_slots // 8
+    with ExitStack() as stack:
+        servers = start_servers(model, scale, pools, out, stack)
+        outcomes = compress(originals, work / "twelfth", Settings(BUDGET), base, device)  # beside their start
+        print(f"compressed after {time.monotonic() - start:.0f} s", flush=True)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        fleets = {
+            "original": {f"original{index}": folder for index, folder in enumerate(originals)},
+            "twelfth": {f"twelfth{index}": work / "twelfth" / folder.name for index, folder in enumerate(originals)},
+        }
+        return measure_cases(scale, servers, fleets, pools, make_slots_record(scale, base, outcomes), out, machine)
+
+
+def count_slots(base: BaseShape, rank: int) -> int:
+    """Of an adapter of this rank on all linear layers."""
+    rows = rank * sum(-(-d_in // base.kv_width) + -(-d_out // base.kv_width) for d_in, d_out in base.widths.values())
+    return -(-rows // 2)
+
+
+def make_slots_record(scale: Scale, base: BaseShape, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """What the twelfths take of the pool, over the originals."""
+    before = sum(outcome.survey.slots(outcome.survey.ranks, base) for outcome in outcomes)
+    after = sum(outcome.survey.slots(outcome.ranks, base) for outcome in outcomes)
+    share = scale.rank // BUDGET.denominator / scale.rank  # what rounding down the ranks leaves of 1/12
+    limit = f"ratio <= {1.1 * share:.4f}"
+    return results.record("slots/twelfth", after, "slots", baseline=("originals", before), limit=limit)
+
+
+def measure_cases(
+    scale: Scale,
+    servers: dict[str, Server],
+    fleets: dict[str, dict[str, Path]],
+    pools: dict[str, int],
+    slots: dict[str, Any],
+    out: Path,
+    machine: str,
+) -> list[dict[str, Any]]:
+    """All cases, one after the other; the file is written after each fleet's turn on a server."""
+    records = [slots]
+    ratios: dict[str, float] = {}
+    for case, server in servers.items():
+        note = f"{scale.num_adapters} adapters of rank {scale.rank}, pool of {pools[case]} slots for "
+        note += f"{slots['baseline']['value']:.0f} of originals, {scale.num_requests} requests of {scale.num_prompt} + "
+        note += f"{scale.num_new} tokens, median of {ROUNDS} rounds; swap-ins per round: "
+        original = None
         try:
-            speeds, swaps = serve(server, scale, fleets)
+            for fleet, speed, swaps in serve(server, scale, fleets):
+                limit = f"ratio >= {scale.wanted}" if original and case == "scarce" and scale.wanted else None
+                metric, baseline = f"serve_{scale.name}_{fleet}/{case}", ("originals", original) if original else None
+                record = results.record(metric, speed, "tokens/s", baseline=baseline, limit=limit, note=f"{note}{swaps}")
+                records.append(record)
+                results.write("fleet_serving", machine, records, out)
+                if original:
+                    ratios[case] = speed / original
+                original = speed
         except Exception as error:  # one case that fails must not take the other along
             print(f"{case}: {type(error).__name__}: {error}", flush=True)
-            continue
         finally:
             server.stop()
-        print(f"{case}: {speeds} tokens/s, pool of {pool} slots; after {time.monotonic() - start:.0f} s", flush=True)
-        ratios[case] = speeds["twelfth"] / speeds["original"]
-        records.append(
-            results.record(
-                f"serve_{scale.name}_twelfth/{case}",
-                speeds["twelfth"],
-                "tokens/s",
-                baseline=("originals", speeds["original"]),
-                limit=f"ratio >= {scale.wanted}" if case == "scarce" and scale.wanted else None,
-                note=f"{scale.num_adapters} adapters of rank {scale.rank}, pool of {pool} slots for {before} of originals, "
-                f"{scale.num_requests} requests of {scale.num_prompt} + {scale.num_new} tokens; swap-ins per round: {swaps}",
-            )
-        )
-        results.write("fleet_serving", machine, records, out)
     if len(ratios) == len(ROOM_FOR_ORIGINALS):
         note = "speed-up with scarce memory over that with ample memory, which is the kernels'"
         gain = ratios["scarce"] / ratios["ample"]
@@ -149,46 +171,44 @@ def measure(work: Path, out: Path, machine: str, scale: Scale, cases: Sequence[s
     return records
 
 
-def start_servers(
-    model: Path, scale: Scale, fleets: dict[str, dict[str, Path]], pools: dict[str, int], out: Path
-) -> Iterator[tuple[str, Server]]:
-    """A server per case. They start side by side; the caller stops each before it takes the next."""
+def start_servers(model: Path, scale: Scale, pools: dict[str, int], out: Path, stack: ExitStack) -> dict[str, Server]:
+    """A server per case, which start side by side; `stack` stops them. They have no adapters yet."""
     options = ["--model-path", str(model), "--skip-tokenizer-init", "--lora-tree", *scale.options, "--hicache-ratio", "3"]
-    options += ["--lora-paths", *(f"{name}={folder}" for fleet in fleets.values() for name, folder in fleet.items())]
     servers = {
         case: Server(["--max-total-tokens", str(pool), *options], out / f"fleet_serving_{case}.log")
         for case, pool in pools.items()
     }
-    with ExitStack() as stack:
-        for server in servers.values():
-            server.start()
-            stack.callback(server.stop)
-            time.sleep(4)  # each looks at the free memory while it starts
-        yield from servers.items()
+    for server in servers.values():
+        server.start()
+        stack.callback(server.stop)
+        time.sleep(4)  # each looks at the free memory while it starts
+    return servers
 
 
-def serve(
-    server: Server, scale: Scale, fleets: dict[str, dict[str, Path]]
-) -> tuple[dict[str, float], dict[str, float]]:
+def serve(server: Server, scale: Scale, fleets: dict[str, dict[str, Path]]) -> Iterator[tuple[str, float, float]]:
     """Per fleet the median tokens per second, and the adapters swapped in per round; every request has the next adapter."""
     rng = random.Random(5)
-    speeds, swaps = {}, {}
     server.wait()
     print(f"server up after {server.start_seconds:.0f} s more", flush=True)
     for fleet, folders in fleets.items():
         names = list(folders)
+        for name, folder in folders.items():
+            ask(server, "load", lora_name=name, lora_path=str(folder))
         for num_new in (scale.num_new // 4, scale.num_new):  # compiles kernels, reads adapters, copies them to the host
             took = run_round(server, scale, names, rng, num_new)
             print(f"{fleet}: warm-up at {took:.0f} tokens/s", flush=True)
         before = server.tree()["counters"]["swap_ins"]
         rounds = [run_round(server, scale, names, rng, scale.num_new) for _ in range(ROUNDS)]
         print(f"{fleet}: {', '.join(f'{speed:.0f}' for speed in rounds)} tokens/s", flush=True)
-        speeds[fleet] = statistics.median(rounds)
-        swaps[fleet] = round((server.tree()["counters"]["swap_ins"] - before) / ROUNDS, 1)
+        yield fleet, statistics.median(rounds), round((server.tree()["counters"]["swap_ins"] - before) / ROUNDS, 1)
         for name in names:  # or they would come back to free slots of the next fleet, unasked
-            response = requests.post(f"{server.url}/unload_lora_adapter", json={"lora_name": name}, timeout=60)
-            assert response.status_code == 200, f"unload {name}: {response.status_code} {response.text[:500]}"
-    return speeds, swaps
+            ask(server, "unload", lora_name=name)
+
+
+def ask(server: Server, verb: str, **body: str) -> None:
+    """Load or unload an adapter."""
+    response = requests.post(f"{server.url}/{verb}_lora_adapter", json=body, timeout=120)
+    assert response.status_code == 200, f"{verb} {body['lora_name']}: {response.status_code} {response.text[:500]}"
 
 
 def run_round(server: Server, scale: Scale, names: Sequence[str], rng: random.Random, num_new: int) -> float:
@@ -224,7 +244,7 @@ def main() -> None:
         scale = SMALL if arguments.small else LARGE
         records = measure(Path(folder), arguments.out, machine, scale, arguments.cases)
     print(results.table(records))
-    measured = {record["metric"].rpartition("/")[2] for record in records}
+    measured = {record["metric"].rpartition("/")[2] for record in records if "_twelfth/" in record["metric"]}
     if failed := [case for case in arguments.cases if case not in measured]:
         raise SystemExit(f"{', '.join(failed)}: failed, see above and the servers' logs")
 

@@ -3,8 +3,9 @@
     python -m benchmarks.gpu_suite [--only NAME ...] [--seconds 1700] [--out FOLDER] [--dry-run]
 
 Every part is a process of its own with its own limit (and what is left of the whole one); one that fails or is cut costs the
-others nothing. Parts write their results as they go; after each, ``suite.json`` in the folder says how all have ended, and
-NAME.log there has what a part printed. A part whose limit the rest of the time does not reach for at least a third is skipped.
+others nothing. Those whose results are no times go first, side by side (16 cores or more); then the others, one by one. Parts
+write their results as they go; after each, ``suite.json`` in the folder says how all have ended, and NAME.log there has what a
+part printed. A part whose limit the rest of the time does not reach for at least a third is skipped.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Part:
     Attributes:
         command: with OUT for the folder of results.
         seconds: its limit.
+        timed: it measures time, and nothing may run beside it.
         needs: a program without which it is skipped.
         environment: added to this process's.
     """
@@ -42,6 +44,7 @@ class Part:
     name: str
     command: Sequence[str]
     seconds: int
+    timed: bool = True
     needs: str = PYTHON
     environment: tuple[tuple[str, str], ...] = ()
 
@@ -55,46 +58,50 @@ def tests(*files: str) -> tuple[str, ...]:
 
 
 PARTS = (
-    Part("kernel_tests", tests(*(f"kernels/test_{name}.py" for name in ("gpu", "triton", "jacobi", "tsqr"))), 240),
-    Part("demo", (PYTHON, "examples/demo.py", "--out", "OUT/demo", "--", "--attention-backend", "triton"), 150),
-    Part("acceptance", benchmark("acceptance_gpu", "--phases", "graphs", "bf16"), 200),
-    Part("prefill_graphs", benchmark("acceptance_gpu", "--phases", "prefill_graphs"), 300),
-    Part("decode_added", benchmark("kernel_world"), 100),
-    Part("kernels", benchmark("kernels"), 420),
+    Part("kernel_tests", tests(*(f"kernels/test_{name}.py" for name in ("gpu", "triton", "jacobi", "tsqr"))), 280, timed=False),
+    Part("demo", (PYTHON, "examples/demo.py", "--out", "OUT/demo", "--", "--attention-backend", "triton"), 280, timed=False),
+    Part("acceptance", benchmark("acceptance_gpu", "--phases", "graphs", "bf16"), 280, timed=False),
+    Part("prefill_graphs", benchmark("acceptance_gpu", "--phases", "prefill_graphs"), 300, timed=False),
     Part(
         "sanitizer",
         ("compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all", *tests("kernels/test_gpu.py"),
          "-k", "real_shapes and dtype0 or prefill_graph and qkv and 64"),  # the others take minutes under it
-        150,
+        300,
+        timed=False,
         needs="compute-sanitizer",
         environment=(("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),),  # so that every tensor has bounds of its own
     ),
-    Part("fleet_serving", benchmark("fleet_serving"), 300),
+    Part("decode_added", benchmark("kernel_world"), 100),
+    Part("kernels", benchmark("kernels"), 450),
+    Part("fleet_serving", benchmark("fleet_serving"), 340),
     Part("live_tests", tests("live/test_gpu.py"), 400),
     Part("tune_kernels", benchmark("tune_kernels", "--tokens", "32", "8192"), 240),
 )  # fmt: skip
 """live_tests measures once more what acceptance does, and the eager server: late."""
 
 
-def run(part: Part, out: Path, seconds: float) -> dict[str, object]:
-    """Run a part to its end or its limit; every process that it has started ends with it."""
+def start(part: Part, out: Path) -> subprocess.Popen[bytes]:
+    """Begin a part; its results go to a folder of its name."""
     folder = out / part.name
     folder.mkdir(parents=True, exist_ok=True)
     command = [word.replace("OUT", str(folder)) for word in part.command]
-    start = time.monotonic()
     with (out / f"{part.name}.log").open("wb") as log:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **dict(part.environment)},
             preexec_fn=hear_interrupts,
         )  # fmt: skip
-        try:
-            code: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        stop(process)
+
+
+def finish(part: Part, process: subprocess.Popen[bytes], began: float, seconds: float) -> dict[str, object]:
+    """Wait until a part ends, or until `seconds` after `began`; every process that it has started ends with it."""
+    try:
+        code: int | None = process.wait(max(0.0, began + seconds - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        code = None
+    stop(process)
     outcome = "cut" if code is None else "passed" if code == 0 else f"failed ({code})"
-    return {"part": part.name, "outcome": outcome, "seconds": round(time.monotonic() - start)}
+    return {"part": part.name, "outcome": outcome, "seconds": round(time.monotonic() - began)}
 
 
 def hear_interrupts() -> None:
@@ -120,22 +127,28 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def suite(parts: Sequence[Part], out: Path, seconds: float) -> list[dict[str, object]]:
-    """All parts, one after the other, within `seconds`."""
+    """All parts within `seconds`: first those that may run side by side, then one after the other."""
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
     rows: list[dict[str, object]] = []
-    for part in parts:
-        left = end - time.monotonic()
-        missing = shutil.which(part.needs) is None
-        if missing or left < part.seconds / 3:
-            rows.append({"part": part.name, "outcome": f"no {part.needs}" if missing else "no time", "seconds": 0})
-        else:
+    beside = [part for part in parts if not part.timed]
+    for group in ([beside] if beside else []) + [[part] for part in parts if part.timed]:
+        running = []
+        for part in group:
+            left = end - time.monotonic()
+            missing = shutil.which(part.needs) is None
+            if missing or left < part.seconds / 3:
+                rows.append({"part": part.name, "outcome": f"no {part.needs}" if missing else "no time", "seconds": 0})
+                continue
             try:
-                rows.append(run(part, out, min(part.seconds, left)))
+                running.append((part, start(part, out), time.monotonic(), min(part.seconds, left)))
             except OSError as error:
                 rows.append({"part": part.name, "outcome": f"failed ({error})", "seconds": 0})
+        for job in running:
+            rows.append(finish(*job))
+            print(line(rows[-1]), flush=True)
+            (out / "suite.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         (out / "suite.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        print(line(rows[-1]), flush=True)
     return rows
 
 

@@ -35,6 +35,7 @@ from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
 
 from benchmarks import results
 from sglang_lora_tree.config import Settings, publish_settings
+from sglang_lora_tree.radix.cache_hooks import install_policy
 from sglang_lora_tree.radix.eval import EvalParameters, eval_scores
 from sglang_lora_tree.radix.residency import Demand
 from sglang_lora_tree.scheduling import overload_hooks, plan_hooks, queue_hooks, scheduler_hooks
@@ -115,6 +116,7 @@ def build(num_nodes: int, settings: Settings, folder: Path) -> tuple[Tree, dict[
     """A tree with that many KV nodes of six slots, under adapters on the GPU; demands of adapters and of mixes."""
     slots = 8 * num_nodes + 40 * NUM_ADAPTERS
     tree = Tree(pool_slots=slots, host_slots=slots, settings=settings)
+    install_policy(tree.cache, settings, "lru")
     identities = []
     for seed in range(NUM_ADAPTERS):
         tree.load(f"a{seed}", write_adapter(folder / f"a{seed}", seed=seed))

@@ -22,21 +22,18 @@ def measure(tmp_path, monkeypatch, speeds):
         def stop(self):
             stopped.append(self)
 
-    def start_servers(model, scale, fleets, pool_slots, out):
-        for case, slots in pool_slots.items():
-            assert len(stopped) == len(pools), "the last case's server still runs"
-            pools.append(slots)
-            yield case, Server()
+    def start_servers(model, scale, pool_slots, out, stack):
+        pools.extend(pool_slots.values())
+        return {case: Server() for case in pool_slots}
 
     def serve(server, scale, fleets):
-        model = fleet_serving.EMBEDDED
-        for folders in fleets.values():
-            for folder in folders.values():
-                load_adapter(folder, BaseShape.from_folder(model))  # what the server will be given exists and can be served
-        found = speeds[len(pools) - 1]
-        if found is None:
-            raise RuntimeError("the server ended")
-        return dict(zip(("original", "twelfth"), found, strict=True)), {"original": 3.0, "twelfth": 0.0}
+        found = speeds[len(stopped)]
+        for fleet, folders in fleets.items():
+            for folder in folders.values():  # what the server is given exists and can be served
+                load_adapter(folder, BaseShape.from_folder(fleet_serving.EMBEDDED))
+            if found is None:
+                raise RuntimeError("the server ended")
+            yield fleet, found[fleet == "twelfth"], 3.0
 
     monkeypatch.setattr(fleet_serving, "start_servers", start_servers)
     monkeypatch.setattr(fleet_serving, "serve", serve)
@@ -58,7 +55,7 @@ def test_speeds_become_ratios_and_the_pool_s_share(tmp_path, monkeypatch):
 
 def test_a_case_that_fails_leaves_the_other(tmp_path, monkeypatch, capsys):
     records, _ = measure(tmp_path, monkeypatch, [None, (200.0, 240.0)])
-    assert set(records) == {"slots/twelfth", "serve_small_twelfth/ample"}
+    assert set(records) == {"slots/twelfth", "serve_small_original/ample", "serve_small_twelfth/ample"}
     assert "scarce: RuntimeError: the server ended" in capsys.readouterr().out
 
 

@@ -47,3 +47,17 @@ def test_a_part_that_fails_or_hangs_costs_the_others_nothing(tmp_path):
     assert time.monotonic() - start < 30
     commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     assert not any("time.sleep(61)" in command for command in commands)
+
+
+def test_parts_without_times_run_side_by_side_and_first(tmp_path):
+    """Each of two waits for the other's file; the one that measures time finds both there."""
+    wait = "import pathlib, sys, time; here = pathlib.Path(sys.argv[1]).parent; (here / sys.argv[2]).touch()\n"
+    wait += "while not (here / sys.argv[3]).exists(): time.sleep(0.05)"
+    parts = [
+        Part("timed", (PYTHON, "-c", "import os, sys; assert os.path.exists(sys.argv[1] + '/../1')", "OUT"), 30),
+        Part("one", (PYTHON, "-c", wait, "OUT", "1", "2"), 30, timed=False),
+        Part("two", (PYTHON, "-c", wait, "OUT", "2", "1"), 30, timed=False),
+    ]
+    assert [(row["part"], row["outcome"]) for row in suite(parts, tmp_path, 60)] == [
+        ("one", "passed"), ("two", "passed"), ("timed", "passed"),
+    ]  # fmt: skip
