@@ -288,7 +288,8 @@ def main() -> int:
     log = folder / "server.log"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped then too
     command = server_command(port, options.more)
-    print(f"$ {format_command(command)}\n\nIts log is {log}; starting usually takes less than a minute.", flush=True)
+    print(f"$ {format_command(command)}\n\nIts log is {log}. It starts within a minute; on a GPU, which compiles", end=" ")
+    print("kernels at the first start, within three.", flush=True)
     try:
         with running_server(command, url, log):
             try:
