@@ -45,6 +45,13 @@ FROM_TENSORS = "__tensor__"
 """The path that SGLang gives adapters that came as tensors, also when it asks for one again that it has evicted."""
 
 
+MOST_MEMBERS = 4096
+"""Mixes that are kept as the kernels take them; more than a batch has."""
+
+MOST_CHARACTERS = 256
+"""Of an adapter's name, which stands in messages and metrics."""
+
+
 class TreeLoRAManager(LoRAManager):
     """Registers adapters, wraps layers, and turns batches into pairs. One per scheduler process."""
 
@@ -284,7 +291,7 @@ class TreeLoRAManager(LoRAManager):
         if weighted is None:
             return _NO_MEMBERS
         table, residency = self.attach_pool(), self._residency()
-        if self._members_version != table.version:
+        if self._members_version != table.version or len(self._members_of) > MOST_MEMBERS:
             self._members_of, self._members_version = {}, table.version
         identity = weighted.demand.identity
         members = self._members_of.get(identity)
@@ -302,6 +309,10 @@ def check_name(name: str, base_name: str | None) -> None:
     if not name or not name.isprintable() or name != name.strip():
         raise ValueError(
             f"adapter {name!r}: a name is printable text without spaces at its ends, for requests to write; choose another"
+        )
+    if len(name) > MOST_CHARACTERS:
+        raise ValueError(
+            f"adapter {name[:40]!r}...: its name has {len(name)} characters; choose one of {MOST_CHARACTERS} at most"
         )
     if name == base_name:
         raise ValueError(f"adapter {name!r}: this is the name of the base model; choose another")

@@ -16,6 +16,13 @@ def test_a_name_that_no_request_could_write_is_refused(name):
         check_name(name, "llama")
 
 
+def test_a_name_is_bounded():
+    """It stands in messages, in metrics and in every list of models."""
+    check_name("a" * 256, "llama")
+    with pytest.raises(ValueError, match=r"^adapter 'a{40}'\.\.\.: its name has 257 characters; choose one of 256 at most$"):
+        check_name("a" * 257, "llama")
+
+
 def test_the_base_models_name_is_refused():
     with pytest.raises(ValueError, match="name of the base model"):
         check_name("llama", "llama")
