@@ -4,7 +4,8 @@
 
 Needs one GPU with 140 GB (up to five servers of the Llama-3-8B shape with random weights stand side by side; one works at a
 time). The file is written after the base model's first measurement and after every case; a server that is not up in time is
-left out. 32 requests of 256 prompt tokens make 128 tokens each; for prefill, 8 requests of 1,024 prompt tokens make one. A number
+left out. 32 requests of 256 prompt tokens make 128 tokens each (decode); 8 requests of 1,024 prompt tokens make one (prefill); a
+request of 64, alone, makes one (short: what an agent's next turn waits for), ten times. A number
 is the median of three runs after one that warms up; the base model runs first and last. Servers
 whose name ends in prefill_graphs prefill with CUDA graphs, the others without; against base_prefill_graphs a metric ends in
 ``/prefill_graphs``. They serve adapters of rank 16 alone. Our host tier copies what is used a second
@@ -35,6 +36,8 @@ Mix = Mapping[str, float]
 Records = list[dict[str, Any]]
 RUNS = 3
 START_SECONDS = 240
+KINDS = {"decode": (32, 256, 128, 1), "prefill": (8, 1024, 1, 1), "short": (1, 64, 1, 10)}
+"""Kind of case -> requests at once, prompt tokens and new tokens of each, times one after the other."""
 SERVERS = ("base", "base_prefill_graphs", "csgmv", "triton_v2", "triton_v2_prefill_graphs", "ours", "ours_prefill_graphs")
 DEFAULT_SERVERS = ("base", "base_prefill_graphs", "triton_v2", "ours", "ours_prefill_graphs")
 _SEEDS = itertools.count()
@@ -45,6 +48,7 @@ class Case:
     """What the requests of a batch ask for.
 
     Attributes:
+        name: its kind (`KINDS`), then what it asks for.
         mixes: request i has mix i modulo their number.
         wanted: tokens per second over the base model's.
         stock: SGLang's own backends can serve it.
@@ -54,7 +58,10 @@ class Case:
     mixes: Sequence[Mix]
     wanted: float | None = None
     stock: bool = False
-    prefill: bool = False
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition("/")[0]
 
     def is_for(self, server: str) -> bool:
         """Whether a server has the adapters, and can serve mixes of them."""
@@ -80,28 +87,30 @@ CASES = (
     Case("decode/8_r8", _distinct(8, 8)),
     Case("decode/8_r32", _distinct(32, 8)),
     Case("decode/8_r64", _distinct(64, 8)),
-    Case("prefill/8", _distinct(16, 8), 0.90, stock=True, prefill=True),
-    Case("prefill/mix3of8", _MIXES, prefill=True),
+    Case("prefill/8", _distinct(16, 8), 0.90, stock=True),
+    Case("prefill/mix3of8", _MIXES),
+    Case("short/1", _distinct(16, 1), stock=True),
+    Case("short/mix3of8", _MIXES),
 )
 ADAPTERS = {16: 32, 4: 8, 8: 8, 32: 8, 64: 8}
 """Rank -> how many adapters of it."""
 
 
-def run_once(server: Server, case: Case | None, rng: random.Random, prefill: bool) -> float:
-    """Tokens per second of one batch: tokens made for decode, prompt tokens for prefill. case None: the base model."""
-    bs, prompt_length, num_new = (8, 1024, 1) if prefill else (32, 256, 128)
+def run_once(server: Server, case: Case | None, rng: random.Random, kind: str) -> float:
+    """Tokens per second: tokens made for decode, else prompt tokens. case None: the base model."""
+    bs, prompt_length, num_new, times = KINDS[kind]
     mixes = [case.mixes[index % len(case.mixes)] for index in range(bs)] if case else [None] * bs
-    body: dict[str, Any] = {
-        "input_ids": [[rng.randrange(2, 120000) for _ in range(prompt_length)] for _ in range(bs)],
-        "sampling_params": {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True},
-    }
-    if case:
-        body["lora_path"] = [_as_path(mix) for mix in mixes]
     start = time.monotonic()
-    answers = server.generate(**body)
-    seconds = time.monotonic() - start
-    assert all(answer["meta_info"]["completion_tokens"] == num_new for answer in answers)
-    return bs * (prompt_length if prefill else num_new) / seconds
+    for _ in range(times):
+        body: dict[str, Any] = {
+            "input_ids": [[rng.randrange(2, 120000) for _ in range(prompt_length)] for _ in range(bs)],
+            "sampling_params": {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True},
+        }
+        if case:
+            body["lora_path"] = [_as_path(mix) for mix in mixes]
+        answers = server.generate(**body)
+        assert all(answer["meta_info"]["completion_tokens"] == num_new for answer in answers)
+    return times * bs * (num_new if kind == "decode" else prompt_length) / (time.monotonic() - start)
 
 
 def _as_path(mix: Mix | None) -> str | None:
@@ -110,10 +119,10 @@ def _as_path(mix: Mix | None) -> str | None:
     return json.dumps(mix)
 
 
-def measure(server: Server, case: Case | None, prefill: bool) -> list[float]:
+def measure(server: Server, case: Case | None, kind: str) -> list[float]:
     """RUNS rates, after one run that compiles and loads."""
     rng = random.Random(next(_SEEDS))  # no prompt comes twice: nothing is answered from history KV
-    return [run_once(server, case, rng, prefill) for _ in range(RUNS + 1)][1:]
+    return [run_once(server, case, rng, kind) for _ in range(RUNS + 1)][1:]
 
 
 def make_servers(work: Path) -> dict[str, Server]:
@@ -178,25 +187,24 @@ def serve(work: Path, names: Sequence[str] | None, server_names: Sequence[str], 
         with ThreadPoolExecutor(len(servers)) as pool:
             up = [name for name in pool.map(start, enumerate(servers)) if name is not None]
         chosen = [case for case in CASES if names is None or case.name in names]
-        for case_prefill in (False, True):
-            label = "prefill" if case_prefill else "decode"
+        for kind in (kind for kind in KINDS if any(case.kind == kind for case in chosen)):
             for name in ("base", "base_prefill_graphs"):
                 if name in up:
-                    rates[name, label] = measure(servers[name], None, case_prefill)
-                    print(name, label, [round(rate) for rate in rates[name, label]], flush=True)
+                    rates[name, kind] = measure(servers[name], None, kind)
+                    print(name, kind, [round(rate) for rate in rates[name, kind]], flush=True)
             write(make_records(chosen, rates))
-            for case in (case for case in chosen if case.prefill == case_prefill):
+            for case in (case for case in chosen if case.kind == kind):
                 for name in up:
                     if case.is_for(name):
                         try:
-                            rates[name, case.name] = measure(servers[name], case, case_prefill)
+                            rates[name, case.name] = measure(servers[name], case, kind)
                             print(name, case.name, [round(rate) for rate in rates[name, case.name]], flush=True)
                         except (RuntimeError, OSError) as error:
                             print(f"{name} {case.name}: {error}", flush=True)
                 write(make_records(chosen, rates))
             if "base" in up:
-                rates["base", label] += measure(servers["base"], None, case_prefill)
-                print("base", label, [round(rate) for rate in rates["base", label]], flush=True)
+                rates["base", kind] += measure(servers["base"], None, kind)
+                print("base", kind, [round(rate) for rate in rates["base", kind]], flush=True)
                 write(make_records(chosen, rates))
     return make_records(chosen, rates)
 
@@ -206,7 +214,7 @@ def make_records(cases: Sequence[Case], rates: Mapping[tuple[str, str], list[flo
     records = [
         results.record(f"{label}_rate/{name}", statistics.median(values), "tok/s")
         for (name, label), values in rates.items()
-        if label in ("decode", "prefill")
+        if label in KINDS
     ]
     for case in cases:
         kind, _, rest = case.name.partition("/")

@@ -32,7 +32,7 @@ def run(monkeypatch, tmp_path, names, failing=()):
     monkeypatch.setattr(kernels, "write_adapters", lambda work: None)
     monkeypatch.setattr(kernels.time, "sleep", lambda seconds: None)
     written = []
-    kernels.serve(tmp_path, ["decode/1", "decode/8_r64", "prefill/8"], names, lambda records: written.append(records))
+    kernels.serve(tmp_path, ["decode/1", "decode/8_r64", "prefill/8", "short/1"], names, lambda records: written.append(records))
     assert all(servers[name].stopped for name in names)
     return [[record["metric"] for record in records] for records in written]
 
@@ -42,7 +42,7 @@ def test_the_base_rate_is_written_first_and_then_every_case(monkeypatch, tmp_pat
     assert written[0] == ["decode_rate/base", "decode_rate/base_prefill_graphs"]
     first = set(written[1]) - set(written[0])
     assert {"decode_vs_base/1", "decode_vs_base/1/triton_v2", "decode_vs_base/1/ours_prefill_graphs/prefill_graphs"} <= first
-    assert "decode_vs_base/8_r64" in written[2] and "prefill_vs_base/8" in written[-1]
+    assert "decode_vs_base/8_r64" in written[2] and {"prefill_vs_base/8", "short_vs_base/1"} <= set(written[-1])
     assert not any("8_r64/ours_prefill_graphs" in metric for metric in written[-1]), "that server has rank 16 alone"
 
 
