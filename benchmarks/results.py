@@ -73,6 +73,14 @@ def write(topic: str, machine: str, records: Sequence[dict[str, Any]], folder: P
     return path
 
 
+def merge(topic: str, machine: str, records: Sequence[dict[str, Any]], folder: Path = RESULTS) -> Path:
+    """`write`, but what the file has of other metrics stays: for a part that is measured by itself."""
+    path = folder / f"{topic}_{machine}.json"
+    known = {entry["metric"]: entry for entry in json.loads(path.read_text(encoding="utf-8"))} if path.exists() else {}
+    known |= {entry["metric"]: entry for entry in records}
+    return write(topic, machine, list(known.values()), folder)
+
+
 def table(records: Sequence[dict[str, Any]]) -> str:
     """The records as text, one line each."""
     lines = []

@@ -272,7 +272,7 @@ def collection_ms() -> float:
 def main(arguments: Sequence[str] | None = None) -> Report:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--trace", type=Path, help="Mooncake conversation trace, .jsonl.gz")
-    parser.add_argument("--sizes", type=int, nargs="*", default=list(SIZES), help="nodes")
+    parser.add_argument("--sizes", type=int, nargs="*", default=list(SIZES), help="nodes; none: policies alone")
     parser.add_argument("--policies", nargs="*", default=list(POLICIES[1:]), help="besides lru, at the largest size")
     parser.add_argument("--window", type=int, default=1_000, help="timed requests per repetition")
     parser.add_argument("--calls", type=int, default=200, help="timed evictions of each kind per repetition")
@@ -286,8 +286,9 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     torch.set_num_threads(1)
     path = options.trace or find_trace(Path.cwd())
     trace = make_trace() if path is None else read_trace(path)
-    report, largest = Report(), max(options.sizes)
-    measure_memory(report, trace, min(largest, 10_000))
+    report, largest = Report(), max(options.sizes or SIZES)
+    if options.sizes:
+        measure_memory(report, trace, min(largest, 10_000))
     for _ in range(options.repetitions):
         for size in options.sizes:
             measure_requests(report, trace, size, options.window, options.calls)
@@ -314,7 +315,8 @@ def finish(report: Report, options: argparse.Namespace, path: Path | None) -> No
         if path is None and made_up not in entry["note"]:
             entry["note"] = f"{entry['note']}; {made_up}".lstrip("; ")
     if not options.quick:
-        results.write("tree", "cpu", report.records)
+        save = results.write if options.sizes else results.merge
+        save("tree", "cpu", report.records)
 
 
 if __name__ == "__main__":

@@ -61,3 +61,9 @@ def test_committed_results_are_records() -> None:
 def test_command_has_no_paths_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["bench", str(Path.cwd() / "data" / "x.gz"), "/elsewhere/y.gz", "--calls", "3"])
     assert results.command().endswith(" data/x.gz y.gz --calls 3")
+
+
+def test_a_part_measured_by_itself_leaves_the_others_in_the_file(tmp_path):
+    results.write("topic", "cpu", [results.record("a", 1, "s"), results.record("b", 1, "s")], tmp_path)
+    path = results.merge("topic", "cpu", [results.record("b", 2, "s"), results.record("c", 3, "s")], tmp_path)
+    assert [(entry["metric"], entry["value"]) for entry in json.loads(path.read_text())] == [("a", 1), ("b", 2), ("c", 3)]
