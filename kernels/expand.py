@@ -9,7 +9,7 @@ import triton.language as tl
 from sglang_lora_tree.kernels import dispatch
 from sglang_lora_tree.kernels.pairs import Pairs
 from sglang_lora_tree.kernels.pool import PoolView
-from sglang_lora_tree.kernels.rows import activate, add_and_round, block_width, upcasts
+from sglang_lora_tree.kernels.rows import activate, add_and_round, block_width, ceil_divide, upcasts
 from sglang_lora_tree.kernels.table import RANK_TILE
 
 
@@ -133,9 +133,9 @@ def expand(
         return
     config = dispatch.choose(y.shape[0], y.device)
     block = block_width(pool.width, config.expand_block_d)
-    blocks = [triton.cdiv(width, pool.width) * triton.cdiv(pool.width, block) for width in output_widths]
+    blocks = [ceil_divide(width, pool.width) * ceil_divide(pool.width, block) for width in output_widths]
     first_blocks = tuple(sum(blocks[:i]) for i in range(len(blocks)))
-    grid = (sum(blocks) if activated is None else blocks[0], triton.cdiv(y.shape[0], pairs.block_t))
+    grid = (sum(blocks) if activated is None else blocks[0], ceil_divide(y.shape[0], pairs.block_t))
     _expand_kernel[grid](
         parts, b_rows, y, activated, pairs.order, pairs.item_indptr, y.shape[0], y.stride(0), parts.stride(0),
         W=pool.width, PARTS=parts.shape[0], MOST_CHUNKS=b_rows.shape[2],

@@ -44,6 +44,16 @@ def upcasts(pool: PoolView) -> bool:
     return pool.dtype == torch.bfloat16 and triton.knobs.runtime.interpret
 
 
+def ceil_divide(a: int, b: int) -> int:
+    """a / b, rounded up. (Triton's cdiv and next_power_of_2 take microseconds on the host, and every launch has several.)"""
+    return -(-a // b)
+
+
+def round_to_power(n: int) -> int:
+    """The smallest power of two that is not below n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
 def block_width(width: int, largest: int) -> int:
     """How many elements of a run of `width` a kernel takes at once: a power of two, at least the 16 that tl.dot needs."""
-    return max(16, min(triton.next_power_of_2(width), largest))
+    return max(16, min(round_to_power(width), largest))

@@ -10,7 +10,7 @@ from sglang_lora_tree.kernels import dispatch
 from sglang_lora_tree.kernels.locate import locate
 from sglang_lora_tree.kernels.pairs import ITEM_HEADER, Pairs
 from sglang_lora_tree.kernels.pool import PoolView
-from sglang_lora_tree.kernels.rows import block_width, row_addresses, upcasts
+from sglang_lora_tree.kernels.rows import block_width, ceil_divide, round_to_power, row_addresses, upcasts
 from sglang_lora_tree.kernels.table import NUM_MODULES, RANK_TILE, AdapterTable
 
 SEGMENT = 1024
@@ -19,8 +19,8 @@ SEGMENT = 1024
 
 def num_segments(d_in: int, width: int) -> int:
     """How many segments an input of d_in elements has, whose rows lie in the pool in chunks of `width`."""
-    pieces = triton.cdiv(d_in, width) * triton.cdiv(width, SEGMENT)
-    return int(triton.cdiv(pieces, max(1, SEGMENT // width)))
+    pieces = ceil_divide(d_in, width) * ceil_divide(width, SEGMENT)
+    return ceil_divide(pieces, max(1, SEGMENT // width))
 
 
 @triton.jit
@@ -162,16 +162,16 @@ def shrink(
     d_in = x.shape[1]
     segments = num_segments(d_in, pool.width)
     splits = segments if config.shrink_split else 1
-    chunks = tuple(triton.cdiv(width, pool.width) for width in output_widths)
+    chunks = tuple(ceil_divide(width, pool.width) for width in output_widths)
     num_parts, dtype = (1, torch.float32) if pool.dtype == torch.float32 else (3, torch.bfloat16)
     shape = (pairs.num_items, len(modules), pairs.block_t, RANK_TILE)
     parts = torch.empty((num_parts, *shape), dtype=dtype, device=x.device)
     b_rows = torch.empty((pairs.num_items, len(modules), max(chunks), RANK_TILE), dtype=torch.int64, device=x.device)
-    workers = min(config.shrink_workers, triton.cdiv(pairs.launch_items * len(modules) * RANK_TILE, config.shrink_block_n))
+    workers = min(config.shrink_workers, ceil_divide(pairs.launch_items * len(modules) * RANK_TILE, config.shrink_block_n))
     if workers == 0:
         return parts, b_rows
     sums = torch.empty((splits, *shape), dtype=torch.float32, device=x.device) if splits > 1 else parts
-    grid = (triton.cdiv(x.shape[0], pairs.block_t), workers, splits + 1)
+    grid = (ceil_divide(x.shape[0], pairs.block_t), workers, splits + 1)
     _shrink_kernel[grid](
         x, sums, parts, b_rows, pairs.arrivals, pool.pointers, table.slots, table.first_slot, table.slot_count, table.row_start,
         table.rank, table.scaling, pairs.order, pairs.item_indptr, pairs.items, layer, x.shape[0], x.stride(0), sums.stride(0),
@@ -180,6 +180,6 @@ def shrink(
         RANK_TILE=RANK_TILE, SEGMENT=SEGMENT, SEGMENTS=segments, SPLITS=splits, PARTS=num_parts, BLOCK_T=pairs.block_t,
         BLOCK_N=config.shrink_block_n, BLOCK_K=block_width(min(pool.width, SEGMENT), config.shrink_block_k),
         ALIGNED=pool.aligned, UPCAST=upcasts(pool), CHUNKS=chunks, MOST_CHUNKS=max(chunks),
-        BLOCK_C=triton.next_power_of_2(max(chunks)), num_warps=config.shrink_warps, num_stages=config.shrink_stages,
+        BLOCK_C=round_to_power(max(chunks)), num_warps=config.shrink_warps, num_stages=config.shrink_stages,
     )  # fmt: skip
     return parts, b_rows
