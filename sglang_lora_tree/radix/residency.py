@@ -198,13 +198,15 @@ class Residency(Tiers):
             return Verdict.READY
         if self._failures and self.failure_of(request_id, demand) is not None:
             return Verdict.FAILED
-        members, resident = demand.members, self._indices
-        absent = [member for member in members if member not in resident]
-        if request_id not in self._first_look:
+        members, resident, is_new = demand.members, self._indices, request_id not in self._first_look
+        if is_new:
             self._first_look[request_id] = time.monotonic()
-            self.counters.adapter_hits += len(members) - len(absent)
-            self.counters.adapter_misses += len(absent)
-        if absent:
+            self.counters.adapter_hits += len(members)
+        if not all(map(resident.__contains__, members)):
+            absent = [member for member in members if member not in resident]
+            if is_new:
+                self.counters.adapter_hits -= len(absent)
+                self.counters.adapter_misses += len(absent)
             self._bring(request_id, demand, absent, room, alone)
             return Verdict.FAILED if self.failure_of(request_id, demand) is not None else Verdict.WAIT
         if self.cache.has_loads_in_flight and not all(map(self._is_loaded, members)):

@@ -12,23 +12,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from itertools import pairwise
+from operator import add
 
 _BUCKETS = 40
 _GROWTH = 1.4
 _LOG_GROWTH = math.log(_GROWTH)
-_EDGES = np.concatenate([[0.0], _GROWTH ** np.arange(_BUCKETS)])
+_EDGES = [0.0, *(_GROWTH**power for power in range(_BUCKETS))]
 """Bucket i holds ages from ``_EDGES[i]`` to ``_EDGES[i + 1]``: up to 500,000 requests."""
-_WIDTHS = np.diff(_EDGES)
+_WIDTHS = [after - before for before, after in pairwise(_EDGES)]
 _PRIOR = 1.0  # uses that the prior of a group is worth in each bucket
 _GROUP = 4.0  # uses that its group is worth to a kind
 
 
 def bucket_of(age: float) -> int:
     """The bucket of an age, in requests."""
-    # Asked for at every use and for every victim: numpy would take ten times as long for one number.
     return 0 if age < 1.0 else min(1 + int(math.log(age) / _LOG_GROWTH), _BUCKETS - 1)
 
 
@@ -43,17 +41,20 @@ class ReuseTable:
 
     def __init__(self, groups: Sequence[int], refresh: int = 256, memory: int = 20_000) -> None:
         num_kinds = sum(groups)
-        self._group_of = np.repeat(np.arange(len(groups)), groups)
+        self._group_of = [group for group, size in enumerate(groups) for _ in range(size)]
         self._uses = [[0.0] * _BUCKETS for _ in range(num_kinds)]
         self._ends = [[0.0] * _BUCKETS for _ in range(num_kinds)]
         """Stays that ended in each bucket, used or not."""
         self._refresh = refresh
-        self._decay = float(np.exp(-refresh / memory))
+        self._decay = math.exp(-refresh / memory)
         self._events = 0
         self.values: list[list[float]] = []
-        self._work: Iterator[None] = iter(())
+        self._work = self._work_out()
         """Works new values out, a little at every event: all at once it would hold the loop up for more than a millisecond."""
-        for _ in self._work_out():
+        self._finish_work()
+
+    def _finish_work(self) -> None:
+        for _ in self._work:
             pass
 
     def note(self, kind: int, age: float, used: bool, weight: float = 1.0) -> None:
@@ -64,6 +65,7 @@ class ReuseTable:
             self._uses[kind][bucket] += weight
         self._events += 1
         if self._events % self._refresh == 0:
+            self._finish_work()  # nothing is left, but for a very small ``refresh``
             self._work = self._work_out()
         next(self._work, None)
 
@@ -72,60 +74,93 @@ class ReuseTable:
         return self.values[kind][bucket_of(age)]
 
     def _work_out(self) -> Iterator[None]:
-        uses, ends = np.array(self._uses), np.array(self._ends)
-        # Time spent in a bucket: its whole width by stays that ended later, half of it by those that ended in it.
-        later = np.cumsum(ends[:, ::-1], axis=1)[:, ::-1] - ends
-        time = (later + ends / 2) * _WIDTHS
-        members = np.eye(self._group_of[-1] + 1)[:, self._group_of]
-        of_group = _rates(members @ uses, members @ time)
-        rates = (uses + _GROUP) / (time + _GROUP / of_group[self._group_of])
-        yield
-        columns = []
-        for column in gittins_columns(rates, _WIDTHS):
-            columns.append(column)
+        """In steps of some five microseconds, fewer than there are events until the next time."""
+        known, group_uses, group_times = [], self._zeros(), self._zeros()
+        for uses, ends, group in zip(self._uses, self._ends, self._group_of, strict=True):
+            times = _time_in_buckets(ends)
+            known.append((list(uses), times))  # events go on meanwhile
+            _add(group_uses[group], uses)
+            _add(group_times[group], times)
             yield
-        self.values = _never_rising(columns).tolist()
-        yield
+        group_rates = []
+        for group_use, group_time in zip(group_uses, group_times, strict=True):
+            group_rates.append(_group_rates(group_use, group_time))
+            yield
+        values = []
+        for (uses, times), group in zip(known, self._group_of, strict=True):
+            rows = zip(uses, times, group_rates[group], strict=True)
+            rates = [(use + _GROUP) / (time + _GROUP / rate) for use, time, rate in rows]
+            yield
+            column: list[float] = []
+            for value in gittins(rates, _WIDTHS):
+                column.append(value)
+                if len(column) % 10 == 0:
+                    yield
+            column.reverse()
+            values.append(column)
+        self.values = values
         for counts in (*self._uses, *self._ends):
+            yield
             counts[:] = [count * self._decay for count in counts]
 
+    def _zeros(self) -> list[list[float]]:
+        return [[0.0] * _BUCKETS for _ in range(max(self._group_of) + 1)]
 
-def _rates(uses: NDArray[np.float64], time: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Uses per unit of time while unused, by row and bucket.
+
+def _add(total: list[float], counts: list[float]) -> None:
+    total[:] = map(add, total, counts)
+
+
+def _time_in_buckets(ends: list[float]) -> list[float]:
+    """Time spent in each bucket: its whole width by stays that ended later, half of it by those that ended in it."""
+    later, times = 0.0, []
+    for count, width in zip(reversed(ends), reversed(_WIDTHS), strict=True):
+        times.append((later + count / 2) * width)
+        later += count
+    times.reverse()
+    return times
+
+
+def _group_rates(uses: list[float], times: list[float]) -> list[float]:
+    """Uses per unit of time while unused, by bucket.
 
     Where little is known: one use in as long as the age, and no more than at the age before.
     """
-    rates = np.empty_like(time)
-    expected = np.ones(len(time))
-    for bucket in range(_BUCKETS):
-        expected = np.minimum(expected, 1.0 / (1.0 + _EDGES[bucket]))
-        expected = (uses[:, bucket] + _PRIOR) / (time[:, bucket] + _PRIOR / expected)
-        rates[:, bucket] = expected
+    expected, rates = 1.0, []
+    for use, time, edge in zip(uses, times, _EDGES, strict=False):
+        expected = min(expected, 1.0 / (1.0 + edge))
+        expected = (use + _PRIOR) / (time + _PRIOR / expected)
+        rates.append(expected)
     return rates
 
 
-def gittins(rates: NDArray[np.float64], widths: NDArray[np.float64]) -> NDArray[np.float64]:
-    """For every kind and bucket, max over later buckets T of P(used by T) / E[time until used or T].
+def gittins(rates: Sequence[float], widths: Sequence[float]) -> Iterator[float]:
+    """For every bucket, the last one first, max over later buckets T of P(used by T) / E[time until used or T].
+
+    A bucket whose own quotient is below that of the buckets behind it is worth joining with them; what has been joined stays
+    together, so that all of it takes O(buckets).
 
     Args:
-        rates: (kinds, buckets) uses per unit of time while unused.
-        widths: (buckets,) lengths of the buckets.
+        rates: uses per unit of time while unused, by bucket.
+        widths: lengths of the buckets.
 
-    Returns:
-        (kinds, buckets); along the second axis the largest of what is to come, so that it never rises.
+    Yields:
+        The value, or that of a later bucket if it is higher: it never rises with age.
     """
-    return _never_rising(list(gittins_columns(rates, widths)))
-
-
-def _never_rising(columns: list[NDArray[np.float64]]) -> NDArray[np.float64]:
-    return np.maximum.accumulate(np.stack(columns, axis=1)[:, ::-1], axis=1)[:, ::-1]
-
-
-def gittins_columns(rates: NDArray[np.float64], widths: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
-    """The columns of :func:`gittins` one by one, before what is to come is taken into account."""
-    stay = np.exp(-rates * widths)  # no use within the bucket
-    time = (1.0 - stay) / rates  # mean time in it
-    for start in range(rates.shape[1]):
-        alive = np.cumprod(stay[:, start:], axis=1)
-        before = np.concatenate([np.ones((len(rates), 1)), alive[:, :-1]], axis=1)
-        yield np.max((1.0 - alive) / np.cumsum(before * time[:, start:], axis=1), axis=1)
+    behind: list[tuple[float, float, float]] = []
+    """Buckets that stay together, the next ones last: P(used), E[time], and the one over the other."""
+    best = 0.0
+    for rate, width in zip(reversed(rates), reversed(widths), strict=True):
+        stay = math.exp(-rate * width)  # no use within the bucket
+        used = 1.0 - stay
+        time = used / rate
+        value = used / time
+        while behind and behind[-1][2] > value:
+            later_used, later_time, _ = behind.pop()
+            used += stay * later_used
+            time += stay * later_time
+            stay *= 1.0 - later_used
+            value = used / time
+        behind.append((used, time, value))
+        best = max(best, value)
+        yield best

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +33,7 @@ class Demand:
     identity: str
     members: tuple[str, ...]
 
-    @property
+    @cached_property
     def is_mix(self) -> bool:
         return self.members != (self.identity,)
 

@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_STEPS = 0.05
 """The clock goes on at least so often, with every request and every plan; that no plans come is noticed then."""
 
+SECONDS_BETWEEN_PLANS = 0.2
+"""A step with requests has enough to do without a plan, unless the last one is so old."""
+
 
 @dataclass
 class PlanCounters:
@@ -77,13 +80,18 @@ class Plans:
         self._queue = queue
         self._origin = time.monotonic()
         self._next_step = 0.0
+        self._plan_due = 0.0
         self._worked_at = -1.0
 
     def next_step(self, has_requests: bool) -> Step | None:
         """On the entry rank, once per loop step: what to tell all ranks, if anything."""
         now = time.monotonic() - self._origin
         client = self.client
-        plan = None if client is None else client.take_plan()
+        plan = None
+        if client is not None and not (has_requests and now < self._plan_due):
+            plan = client.take_plan()
+            if plan is not None:
+                self._plan_due = now + SECONDS_BETWEEN_PLANS
         if plan is None and not has_requests and now < self._next_step:
             return None
         self._next_step = now + SECONDS_BETWEEN_STEPS

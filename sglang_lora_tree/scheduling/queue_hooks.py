@@ -22,7 +22,7 @@ from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_lora_tree.scheduling.orders import Situation
-from sglang_lora_tree.scheduling.scheduler_hooks import STATE, members_of
+from sglang_lora_tree.scheduling.scheduler_hooks import STATE, id_of, members_of
 from sglang_lora_tree.scheduling.waiting_queue import arrival_of
 
 
@@ -38,16 +38,18 @@ def order_queue(
     original: Callable[..., None], policy: Any, waiting_queue: list[Req], running_batch: Any = None, *args: Any, **kwargs: Any
 ) -> None:
     """AROUND ``SchedulePolicy.calc_priority``: sorts the list in place."""
-    queue, residency = STATE.queue, STATE.residency
-    if queue is None or residency is None:
+    queue, manager = STATE.queue, STATE.manager
+    if queue is None or manager is None or manager.residency is None:
         original(policy, waiting_queue, running_batch, *args, **kwargs)
         return
+    residency, is_split = manager.residency, STATE.is_split
+    STATE.is_ordered = True
     version = None if queue.order.needs_running else residency.version
-    if STATE.is_split and queue.keep_order(waiting_queue, version):
-        STATE.begin_pass(residency, waiting_queue)
+    if is_split and queue.keep_order(waiting_queue, version):
+        residency.begin_pass(map(id_of, waiting_queue), queue.has_lost)
         return
     waiting_queue.sort(key=arrival_of)  # the pass before has left it in another order
-    if not STATE.is_split or policy.policy is CacheAgnosticPolicy.FCFS:
+    if not is_split or policy.policy is CacheAgnosticPolicy.FCFS:
         original(policy, waiting_queue, running_batch, *args, **kwargs)
     running = running_batch.reqs if queue.order.needs_running and running_batch is not None else ()
     members = frozenset[str]().union(*[req.lora_tree_ticket.waiting.members for req in running])
@@ -60,7 +62,7 @@ def order_queue(
         waiting_queue[:] = ordered
     else:
         waiting_queue[:] = queue.arrange(waiting_queue, situation, version)
-    STATE.begin_pass(residency, waiting_queue)
+    residency.begin_pass(map(id_of, waiting_queue), not is_split or queue.has_lost)
 
 
 def share_waiting_times(result: None, drainer: Any, waiting_queue: list[Req], running_reqs: list[Req]) -> None:

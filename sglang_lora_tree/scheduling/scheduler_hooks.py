@@ -18,7 +18,7 @@ Hooks (all do nothing while ``--lora-tree`` is off), on ``sglang.srt.managers``:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -68,7 +68,7 @@ class SchedulerState:
         self.num_window = 0
         """... with so many requests."""
         self.is_ordered = False
-        """It has ordered the queue."""
+        """It has ordered the queue, and told ``Residency.begin_pass`` so."""
         self.num_looked_at = 0
         """Requests that it has looked at..."""
         self.num_waits = 0
@@ -86,15 +86,10 @@ class SchedulerState:
     def residency(self) -> Residency | None:
         return None if self.manager is None else self.manager.residency
 
-    def begin_pass(self, residency: Residency, ordered: Iterable[Req]) -> None:
-        """The requests that this pass will look at are in their order."""
-        self.is_ordered = True
-        residency.begin_pass(map(_id_of, ordered), not self.is_split or self.queue.has_lost)  # type: ignore[union-attr]
-
 
 STATE = SchedulerState()
 _READY, _FAILED, _FCFS = Verdict.READY, Verdict.FAILED, CacheAgnosticPolicy.FCFS  # looking them up by their class is slow
-_id_of = attrgetter("rid")
+id_of = attrgetter("rid")
 
 
 def attach(scheduler: Any) -> None:
@@ -248,7 +243,7 @@ def run_pass(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     elif will_look or len(scheduler.waiting_queue) < state.num_left:
         # What requests hold that are gone ends all the same. Only those that a pass has looked at hold anything.
         waiting = scheduler.waiting_queue
-        residency.begin_pass(map(_id_of, waiting[:WINDOW] if may_split(scheduler.policy, waiting) else list(waiting)))
+        residency.begin_pass(map(id_of, waiting[:WINDOW] if may_split(scheduler.policy, waiting) else list(waiting)))
     state.num_left = len(scheduler.waiting_queue)
     if batch is None and residency.cache.has_queued_loads:
         residency.end_pass(batch_formed=False)
@@ -294,7 +289,7 @@ def _note_outcome(residency: Residency, queue: WaitingQueue, scheduler: Any, adm
         residency.note_admitted(req.rid, req.lora_tree_ticket.demand)
     if admitted and state.plans is not None and state.plans.reporter is not None:
         state.plans.reporter.note_admitted(admitted)
-    rejected = [req for req in state.ready if req not in admitted]
+    rejected = [req for req in state.ready if req not in admitted] if len(state.ready) > len(admitted) else ()
     for req in rejected:
         residency.note_rejected(req.rid, not admitted and scheduler.running_batch.is_empty())
     if state.is_split:
@@ -337,7 +332,7 @@ def can_schedule(original: Callable[..., bool], scheduler: Any, req: Req, runnin
             if residency.num_resident + len(demand.members) > limit and _too_many_adapters(limit, demand, running_loras):
                 return False
     adder = state.adder
-    alone = not adder.can_run_list and scheduler.running_batch.is_empty()
+    alone = not adder.can_run_list and not scheduler.running_batch.reqs
     verdict = residency.admit(req.rid, demand, int(adder.rem_total_tokens), alone)
     if verdict is _READY:
         state.ready.append(req)

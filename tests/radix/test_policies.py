@@ -219,17 +219,31 @@ def test_rrip_is_rrip(uses: list[int]):
 
 
 def test_gittins_of_a_steady_rate_is_the_rate():
-    values = gittins(np.full((1, 5), 0.25), np.array([1.0, 2.0, 4.0, 8.0, 16.0]))
-    assert values == pytest.approx(np.full((1, 5), 0.25))
+    assert list(gittins([0.25] * 5, [1.0, 2.0, 4.0, 8.0, 16.0])) == pytest.approx([0.25] * 5)
 
 
 def test_gittins_waits_for_what_is_to_come():
     """A node that is never used at once, and surely after a while, is worth keeping meanwhile; afterwards it is not."""
-    rates = np.array([[1e-9, 1.0, 1e-9]])
-    early, late, after = gittins(rates, np.array([10.0, 10.0, 1e6]))[0]
+    after, late, early = gittins([1e-9, 1.0, 1e-9], [10.0, 10.0, 1e6])
     assert late == pytest.approx(1.0, rel=0.01)
     assert early == pytest.approx(1.0, rel=0.01), "never lower than what is to come"
     assert after < 1e-6
+
+
+@given(st.lists(st.floats(1e-6, 3.0), min_size=1, max_size=40))
+def test_gittins_is_the_best_of_all_horizons(rates: list[float]):
+    widths = [1.4**power for power in range(len(rates))]
+
+    def quotient(start: int, stop: int) -> float:
+        alive, used, time = 1.0, 0.0, 0.0
+        for rate, width in zip(rates[start:stop], widths[start:stop], strict=True):
+            stay = np.exp(-rate * width)
+            used, time, alive = used + alive * (1 - stay), time + alive * (1 - stay) / rate, alive * stay
+        return used / time
+
+    best = [max(quotient(start, stop) for stop in range(start + 1, len(rates) + 1)) for start in range(len(rates))]
+    expected = np.maximum.accumulate(best[::-1])
+    assert list(gittins(rates, widths)) == pytest.approx(list(expected))
 
 
 def test_a_table_learns_who_comes_back():

@@ -79,6 +79,18 @@ def test_a_plan_and_its_end(plans: Plans, tree: Tree) -> None:
     assert plans.counters.fallbacks == 2 and plans.counters.applied == 1
 
 
+def test_a_plan_waits_for_a_step_without_requests_but_not_for_ever(plans: Plans) -> None:
+    client, clock = plans.client, plans.clock  # type: ignore[attr-defined]
+    taken = []
+    for number in range(100):
+        clock[0] = number / 100
+        client.coming = [PLAN]  # type: ignore[union-attr]
+        step = plans.next_step(has_requests=number != 30)
+        assert step is not None
+        taken += [number] * (step.plan is not None)
+    assert taken == [0, 20, 30, 50, 70, 90]
+
+
 def test_other_ranks_do_as_they_are_told(tree: Tree) -> None:
     other = Plans(tree.residency, make_queue(Settings()), Settings(), None, tuple)
     step = other.next_step(True)

@@ -73,21 +73,19 @@ class RetentionState:
     """Of the latest plan; None before the first."""
     seconds: float = 0.0
     """When that came, on the clock that the ranks share; 0 before the first."""
+    window: float = 1.0
+    """Its visit window."""
     requests: int = 0
     """Requests whose KV came to the tree."""
     resident_adapters: int = 0
-
-    @property
-    def window(self) -> float:
-        return 1.0 if self.parameters is None else self.parameters.visit_window
 
     def set_parameters(self, parameters: EvalParameters | None, now: float | None = None) -> None:
         """A plan has come at this time (None: when it was made), or there is none any more."""
         self.parameters = parameters
         if parameters is None:
-            self.seconds = 0.0
+            self.seconds, self.window = 0.0, 1.0
         else:
-            self.seconds = parameters.now if now is None else now
+            self.seconds, self.window = parameters.now if now is None else now, parameters.visit_window
 
     def cost(self, node: Node) -> float:
         """Seconds until the node would be on the GPU again, were it to leave the tier that it is in."""
