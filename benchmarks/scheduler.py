@@ -434,7 +434,7 @@ def main() -> None:
     for entry in records:
         print(f"{entry['metric']:40s} {entry['value']:>10} {entry['unit']:6s} {entry['note']}")
     if not quick:
-        print(results.write("scheduler", arguments.name, records))
+        print(results.merge("scheduler", arguments.name, records))
 
 
 if __name__ == "__main__":

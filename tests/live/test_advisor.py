@@ -23,6 +23,8 @@ import zmq
 from models import ALL_LINEAR, make_adapters, make_llama
 from safetensors.torch import load_file, save_file
 
+from benchmarks import results
+
 from .conftest import TINY, Live, on
 from .judge import Judge, Mix, random_prompts
 from .server import Answer, Server, generate_body, wait_until
@@ -113,7 +115,7 @@ def test_plans_take_effect_and_say_how(live: Live) -> None:
     assert state["low_lora"] >= 0 and 0 < state["hit_probability"] <= 1 and state["reports"] > 0
 
 
-# ---- A long run, by hand: LORA_TREE_LONG=1 pytest tests/live/test_advisor.py -k long -s ----
+# ---- A long run, by hand: LORA_TREE_LONG=1 pytest tests/live/test_advisor.py -k long -s; LORA_TREE_LONG=record notes it ----
 
 NUM_ADAPTERS, NUM_TURNS, NUM_NEW = 100, 5, 8
 NUM_CONVERSATIONS = int(os.environ.get("LORA_TREE_CONVERSATIONS", "400"))
@@ -217,11 +219,21 @@ def test_long_run_with_twenty_kills(tmp_path: Path) -> None:
     finally:
         server.stop()
     print(json.dumps({"without kills": quiet.summary(), "with kills": loud.summary(), "kills": kills, "plans": state}))
+    if os.environ["LORA_TREE_LONG"] == "record":
+        results.merge("scheduler", "cpu", [record_of(quiet, loud, kills)])
     assert state["deaths"] == kills == NUM_KILLS
     judge = Judge(llama, adapters)
     for measured in (quiet, loud):
         assert len(measured.answers) == NUM_ROUNDS * (NUM_CONVERSATIONS // (2 * NUM_ROUNDS)) * NUM_TURNS
         judge.check_all(measured.cases, measured.answers, NUM_NEW)
+
+
+def record_of(quiet: Measured, loud: Measured, kills: int) -> dict[str, Any]:
+    """What kills cost those who wait for the next token, in the terms of ``benchmarks``."""
+    (without, _), (value, gaps) = ((float(np.percentile(measured.gaps, 99)), len(measured.gaps)) for measured in (quiet, loud))
+    note = f"live on the CPU: {kills} kills in {NUM_ROUNDS} rounds, by turns with {NUM_ROUNDS} without; {gaps} gaps in each"
+    beside = ("without kills", without)
+    return results.record("gap_p99_with_kills_s", value, "s", baseline=beside, limit="ratio <= 1.1", note=note)
 
 
 def converse(server: Server, names: Sequence[str], seed: int, measured: Measured) -> None:

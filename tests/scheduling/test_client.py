@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from sglang_lora_tree.config import Settings
-from sglang_lora_tree.scheduling.client import _PREFIX, AdvisorClient, remove_stale_folders
+from sglang_lora_tree.scheduling.client import AdvisorClient
 from sglang_lora_tree.scheduling.protocol import Load, Plan, Report
 
 LOAD = Load(0, 1, 1000, 1000, 256, 0.0, 0.0, 0.0, 0.0)
@@ -117,12 +117,20 @@ def test_reports_to_nobody_are_dropped() -> None:
 
 def test_sockets_of_killed_schedulers_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
-        pass
-    stale, other = tmp_path / f"{_PREFIX}{gone.pid}-x", tmp_path / f"{_PREFIX}{os.getpid()}-y"
-    stale.mkdir(), other.mkdir()
-    remove_stale_folders()
-    assert not stale.exists() and other.exists(), "its scheduler lives"
+    script = (
+        "import os; from sglang_lora_tree.config import Settings;"
+        "from sglang_lora_tree.scheduling.client import AdvisorClient;"
+        "client = AdvisorClient(Settings(), start=False); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)})
+    (stale,) = tmp_path.iterdir()
+    one = AdvisorClient(Settings(), start=False)
+    other = AdvisorClient(Settings(), start=False)
+    try:
+        assert sorted(tmp_path.iterdir()) == sorted([one.folder, other.folder]) and stale not in (one.folder, other.folder)
+    finally:
+        one.close(), other.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_plans_of_a_dead_advisor_are_not_taken() -> None:
