@@ -8,6 +8,17 @@ gets the same bits in whatever batch it comes (on the CPU: up to the matmul's la
 Triton runs on a GPU (and under its interpreter), plain torch on a CPU. Everything the kernels read is updated in place,
 so CUDA graphs stay valid. `lora.shrink` and `lora.expand` are the two halves of `add_lora`, for tensor parallelism.
 
+pool.py, table.py, pairs.py   what the kernels read: slots, adapters, the batch; staging.py copies it to the device
+lora.py                       the interface: checks operands, chooses Triton or plain torch
+shrink.py, locate.py          z = w s x A^T, and where B's rows lie: one launch
+expand.py                     y += z B
+rows.py                       what the Triton kernels share
+dispatch.py                   tiles and warps by the number of tokens, per GPU
+reference.py                  the same in plain torch: the oracle, and the path on a CPU
+
+For sglang_lora_tree/fleet alone: tall_batch.py (many tall matrices), tsqr.py (their Gram matrices, and Q times a small matrix),
+jacobi.py (batched SVD), tsqr_reference.py (both in plain torch).
+
 Example
 -------
 Three adapters of rank 2, 3 and 1 on one layer's o_proj (module 3) of a model 8 wide, in a pool of 50 slots of width 4;

@@ -5,6 +5,7 @@ Out: smaller PEFT folders whose modules keep their best directions (the exact tr
      and the budget curve. The server takes them as any adapter; their slots shrink with their ranks.
 
     from fractions import Fraction
+    from pathlib import Path
     from sglang_lora_tree.fleet.compress import Settings, compress
     outcomes = compress([Path("adapters/math")], Path("fleet"), Settings(budget=Fraction(1, 12)))
 

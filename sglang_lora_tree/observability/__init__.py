@@ -2,5 +2,5 @@
 
 In: a scheduler's ``Residency``. Out: ``GET /lora_tree`` and a summary in ``/server_info`` (``snapshot``, ``audit``),
 metrics under ``/metrics`` (``metrics``), and, from a snapshot on any machine, text and a picture (``view``, ``text``,
-``picture``).
+``picture``). ``state_hooks`` (scheduler process) and ``http_hooks`` (API process) bind it to SGLang.
 """

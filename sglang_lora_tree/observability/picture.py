@@ -8,7 +8,7 @@ from os import PathLike
 from typing import Any
 
 from sglang_lora_tree.observability import view
-from sglang_lora_tree.observability.view import KINDS, Node, build, collapse, names_on_disk
+from sglang_lora_tree.observability.view import KINDS, Node, build, collapse, names_on_disk, with_base_heading
 
 COLOURS = {
     "adapter": "#3b6fb6",
@@ -73,7 +73,7 @@ def draw_png(snapshot: dict[str, Any], file: str | PathLike[str], dpi: int = 150
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    root = _fit(_with_base_model(build(snapshot)))
+    root = with_base_heading(_fit(build(snapshot)))
     boxes: list[Box] = []
     rows = _place(root, 0, 0, Scale.of(root), boxes)
     width = max(max(box.right for box in boxes) + MARGIN, 10.5)
@@ -93,15 +93,6 @@ def draw_png(snapshot: dict[str, Any], file: str | PathLike[str], dpi: int = 150
 
 
 # ---- Layout ----
-
-
-def _with_base_model(root: Node) -> Node:
-    """Base-model KV hangs under the root directly; a heading takes the place of its LoRA node."""
-    kv_nodes = [child for child in root.children if child.kind == "kv"]
-    if kv_nodes:
-        upper = [child for child in root.children if child.kind != "kv"]
-        root.children = [*upper, Node(kind="base", label="base model", children=kv_nodes)]
-    return root
 
 
 def _fit(root: Node) -> Node:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from sglang_lora_tree.observability import view
-from sglang_lora_tree.observability.view import KINDS, Node, build, collapse, names_on_disk
+from sglang_lora_tree.observability.view import KINDS, Node, build, collapse, names_on_disk, with_base_heading
 
 SHOWN = {"lora_nodes": 64, "children": 8, "depth": 6}
 """How much of the tree is listed before the rest is summed up (``view.collapse``)."""
@@ -28,7 +27,7 @@ def render_text(snapshot: dict[str, Any], show_all: bool = False) -> str:
     root = build(snapshot)
     if not show_all:
         root = collapse(root, **SHOWN)
-    lines = [*_pools(snapshot), "", "virtual root", *_branches(_with_base_heading(root))]
+    lines = [*_pools(snapshot), "", "virtual root", *_branches(with_base_heading(root))]
     if not snapshot.get("complete", True):
         lines.append(f"(the server lists only a part of its {snapshot['num_kv_nodes']} KV nodes)")
     on_disk = names_on_disk(snapshot)
@@ -61,15 +60,6 @@ def _bar(slots: dict[str, int], size: int) -> str:
     return cells[:BAR_WIDTH].ljust(BAR_WIDTH, BAR_MARKS["free"])
 
 
-def _with_base_heading(root: Node) -> Node:
-    """KV right below the virtual root is the base model's: say so."""
-    kv_nodes = [child for child in root.children if child.kind == "kv"]
-    if not kv_nodes:
-        return root
-    heading = Node(kind="heading", label="base model", children=kv_nodes)
-    return replace(root, children=[*(child for child in root.children if child.kind != "kv"), heading])
-
-
 def _branches(node: Node, indent: str = "") -> Iterator[str]:
     for child in node.children:
         last = child is node.children[-1]
@@ -79,7 +69,7 @@ def _branches(node: Node, indent: str = "") -> Iterator[str]:
 
 def _describe(node: Node) -> str:
     label = f"{node.kind} {node.label}" if node.kind in ("adapter", "mix") else node.label
-    if node.kind == "heading":
+    if node.kind == "base":
         return label
     if node.num_nodes > 1:
         held = f"{node.gpu_slots:,} slots on the GPU, {node.host_slots:,} in host memory"

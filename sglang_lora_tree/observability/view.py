@@ -21,8 +21,8 @@ class Node:
     """One node of the tree, or several KV nodes of one LoRA node that are shown as one."""
 
     kind: str
-    """"virtual root", "adapter", "mix", "kv"; "more": LoRA nodes, with their KV, that are not shown one by one; "heading": a
-    line of text that is no node."""
+    """"virtual root", "adapter", "mix", "kv"; "more": LoRA nodes, with their KV, that are not shown one by one; "base": a heading
+    that is no node (:func:`with_base_heading`)."""
     label: str
     identity: str = ""
     slots: int = 0
@@ -152,6 +152,15 @@ def collapse(node: Node, lora_nodes: int, children: int, depth: int) -> Node:
     elif kv_nodes:
         kept.append(summarize(kv_nodes))
     return replace(node, children=kept)
+
+
+def with_base_heading(root: Node) -> Node:
+    """A copy with a heading above the base model's KV, which hangs below the virtual root itself. Not to be collapsed again."""
+    kv_nodes = [child for child in root.children if child.kind == "kv"]
+    if not kv_nodes:
+        return root
+    heading = Node(kind="base", label="base model", children=kv_nodes)
+    return replace(root, children=[*(child for child in root.children if child.kind != "kv"), heading])
 
 
 def names_on_disk(snapshot: dict[str, Any]) -> list[str]:

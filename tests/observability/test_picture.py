@@ -25,13 +25,25 @@ def test_names_with_signs_that_matplotlib_reads(tmp_path):
 
 
 def test_boxes_do_not_overlap():
-    root = picture._fit(picture._with_base_model(picture.build(random_snapshot(8, 4, 50))))
+    root = picture.with_base_heading(picture._fit(picture.build(random_snapshot(8, 4, 50))))
     boxes = []
     picture._place(root, 0, 0, picture.Scale.of(root), boxes)
     for number, one in enumerate(boxes):
         for other in boxes[:number]:
             beside = one.right < other.x or other.right < one.x
             assert beside or abs(one.y - other.y) >= picture.HEIGHT, (one, other)
+
+
+def test_the_base_model_keeps_its_heading_beside_more_adapters_than_are_shown(tmp_path, monkeypatch):
+    maker = SnapshotMaker()
+    for number in range(60):
+        maker.kv(maker.adapter(f"adapter{number}", visits=1), visits=1)
+    maker.kv(maker.root)
+    labels = []
+    draw_box = picture._draw_box
+    monkeypatch.setattr(picture, "_draw_box", lambda axes, box: (labels.append(box.node.label), draw_box(axes, box)))
+    picture.draw_png(maker.snapshot(), tmp_path / "tree.png", dpi=40)
+    assert "base model" in labels and "12 more adapters and mixes, with their KV" in labels
 
 
 def test_few_nodes_are_all_shown_and_many_are_summed_up():
