@@ -370,20 +370,17 @@ def main() -> None:
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--out", type=Path, default=results.RESULTS)
     arguments = parser.parse_args()
-    records: Records = []
-    machine = results.hardware().lower().rpartition(" ")[2]
+    report = results.Report("acceptance", results.gpu(), arguments.out)
     with tempfile.TemporaryDirectory() as folder:
         for phase in arguments.phases:
             start = time.monotonic()
             try:
-                records += PHASES[phase](Path(folder))
+                report.add(*PHASES[phase](Path(folder)))
             except Exception as error:
                 print(f"{phase} failed: {error}")
             print(f"{phase}: {time.monotonic() - start:.0f} s", flush=True)
-            results.write("acceptance", machine, records, arguments.out)
             for log in Path(folder).glob("*.log"):
                 (arguments.out / log.name).write_text(log.read_text()[-200000:])
-    print(results.table(records))
 
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     end = time.monotonic() + arguments.seconds
-    machine = "cpu" if arguments.device == "cpu" else results.hardware().lower().rpartition(" ")[2]
+    machine = "cpu" if arguments.device == "cpu" else results.gpu()
     fleets = [Fleet.of(folder, arguments.count, arguments.device) for folder in arguments.fleets]
     # What matters most first: the smallest budget, then the two policies of the paper, then what they are compared with.
     todo = [(name, BUDGETS[0]) for name in (*POLICIES, JD_FULL)]

@@ -92,7 +92,8 @@ def write_adapter(folder: Path, base: BaseShape, rank: int, seed: int, device: s
     return folder
 
 
-def measure(work: Path, out: Path, machine: str, scale: Scale, cases: Sequence[str]) -> list[dict[str, Any]]:
+def measure(work: Path, report: results.Report, scale: Scale, cases: Sequence[str]) -> None:
+    """Add the records of all cases to `report`; the servers' logs are left beside it."""
     start = time.monotonic()
     model = scale.model or write_config(work / "model")
     base = BaseShape.from_folder(model)
@@ -105,7 +106,7 @@ def measure(work: Path, out: Path, machine: str, scale: Scale, cases: Sequence[s
         room = min(ROOM_FOR_ORIGINALS[case], scale.num_adapters + 1)
         pools[case] = scale.request_slots + int(room * slots) + scale.request_slots // 8
     with ExitStack() as stack:
-        servers = start_servers(model, scale, pools, out, stack)
+        servers = start_servers(model, scale, pools, report.folder, stack)
         outcomes = compress(originals, work / "twelfth", Settings(BUDGET), base, device)  # beside their start
         print(f"compressed after {time.monotonic() - start:.0f} s", flush=True)
         if device == "cuda":
@@ -114,7 +115,9 @@ def measure(work: Path, out: Path, machine: str, scale: Scale, cases: Sequence[s
             "original": {f"original{index}": folder for index, folder in enumerate(originals)},
             "twelfth": {f"twelfth{index}": work / "twelfth" / folder.name for index, folder in enumerate(originals)},
         }
-        return measure_cases(scale, servers, fleets, pools, make_slots_record(scale, base, outcomes), out, machine)
+        slots_record = make_slots_record(scale, base, outcomes)
+        report.add(slots_record)
+        measure_cases(scale, servers, fleets, pools, slots_record["baseline"]["value"], report)
 
 
 def count_slots(base: BaseShape, rank: int) -> int:
@@ -137,25 +140,21 @@ def measure_cases(
     servers: dict[str, Server],
     fleets: dict[str, dict[str, Path]],
     pools: dict[str, int],
-    slots: dict[str, Any],
-    out: Path,
-    machine: str,
-) -> list[dict[str, Any]]:
-    """All cases, one after the other; the file is written after each fleet's turn on a server."""
-    records = [slots]
+    original_slots: float,
+    report: results.Report,
+) -> None:
+    """All cases, one after the other; a record for each fleet's turn on a server."""
     ratios: dict[str, float] = {}
     for case, server in servers.items():
         note = f"{scale.num_adapters} adapters of rank {scale.rank}, pool of {pools[case]} slots for "
-        note += f"{slots['baseline']['value']:.0f} of originals, {scale.num_requests} requests of {scale.num_prompt} + "
+        note += f"{original_slots:.0f} of originals, {scale.num_requests} requests of {scale.num_prompt} + "
         note += f"{scale.num_new} tokens, median of {ROUNDS} rounds; swap-ins per round: "
         original = None
         try:
             for fleet, speed, swaps in serve(server, scale, fleets):
                 limit = f"ratio >= {scale.wanted}" if original and case == "scarce" and scale.wanted else None
                 metric, baseline = f"serve_{scale.name}_{fleet}/{case}", ("originals", original) if original else None
-                record = results.record(metric, speed, "tokens/s", baseline=baseline, limit=limit, note=f"{note}{swaps}")
-                records.append(record)
-                results.write("fleet_serving", machine, records, out)
+                report.add(results.record(metric, speed, "tokens/s", baseline=baseline, limit=limit, note=f"{note}{swaps}"))
                 if original:
                     ratios[case] = speed / original
                 original = speed
@@ -166,9 +165,7 @@ def measure_cases(
     if len(ratios) == len(ROOM_FOR_ORIGINALS):
         note = "speed-up with scarce memory over that with ample memory, which is the kernels'"
         gain = ratios["scarce"] / ratios["ample"]
-        records.append(results.record(f"serve_{scale.name}_twelfth/gain_by_pool", gain, "x", note=note))
-        results.write("fleet_serving", machine, records, out)
-    return records
+        report.add(results.record(f"serve_{scale.name}_twelfth/gain_by_pool", gain, "x", note=note))
 
 
 def start_servers(model: Path, scale: Scale, pools: dict[str, int], out: Path, stack: ExitStack) -> dict[str, Server]:
@@ -239,12 +236,11 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     if not arguments.small and not torch.cuda.is_available():
         parser.error("no GPU: the 8B shape needs one; --small runs on a CPU")
-    machine = "small" if arguments.small else results.hardware().lower().rpartition(" ")[2]
+    machine = "small" if arguments.small else results.gpu()
+    report = results.Report("fleet_serving", machine, arguments.out)
     with tempfile.TemporaryDirectory() as folder:
-        scale = SMALL if arguments.small else LARGE
-        records = measure(Path(folder), arguments.out, machine, scale, arguments.cases)
-    print(results.table(records))
-    measured = {record["metric"].rpartition("/")[2] for record in records if "_twelfth/" in record["metric"]}
+        measure(Path(folder), report, SMALL if arguments.small else LARGE, arguments.cases)
+    measured = {record["metric"].rpartition("/")[2] for record in report.records if "_twelfth/" in record["metric"]}
     if failed := [case for case in arguments.cases if case not in measured]:
         raise SystemExit(f"{', '.join(failed)}: failed, see above and the servers' logs")
 

@@ -262,26 +262,20 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     arguments = parser.parse_args()
     on_gpu = arguments.device == "cuda"
-    machine = results.hardware().lower().rpartition(" ")[2] if on_gpu else "cpu"
+    machine = results.gpu() if on_gpu else "cpu"
     shape: dict[str, Any] = {} if on_gpu else {"shape": TINY, "width": TINY_WIDTH, "device": "cpu", "dtype": torch.float32}
     world = KernelWorld([16] * 32, arguments.layers, **shape)
-    records: list[dict[str, Any]] = []
-
-    def add(*record: Any, **options: Any) -> None:
-        records.append(results.record(*record, **options))
-        results.write("decode_added", machine, records, arguments.out)
-        print(results.table(records[-1:]), flush=True)
-
+    report = results.Report("decode_added", machine, arguments.out)
     for name, changes in (("changed", True), ("unchanged", False)):
         times = host_preparation(world, changes)
         note = f"256 requests, 3 adapters each; {len(times)} updates, the slowest {max(times):.2g} ms"
-        add(f"host_preparation_ms/{name}", statistics.median(times), "ms", limit="value <= 0.15", note=note)
+        typical = statistics.median(times)
+        report.add(results.record(f"host_preparation_ms/{name}", typical, "ms", limit="value <= 0.15", note=note))
     for name, adapters, members in (("1", 1, 1), ("8", 8, 1), ("32", 32, 1), ("mix3of8", 8, 3)):
         added, base = decode_added(world, 32, decode_mixes(32, adapters, members))
-        add(
-            f"decode_added_ms/{name}", added, "ms", baseline=("products and activations without LoRA, as one graph", base),
-            note=f"32 requests, rank 16, {arguments.layers} layers",
-        )  # fmt: skip
+        baseline = ("products and activations without LoRA, as one graph", base)
+        note = f"32 requests, rank 16, {arguments.layers} layers"
+        report.add(results.record(f"decode_added_ms/{name}", added, "ms", baseline=baseline, note=note))
 
 
 if __name__ == "__main__":

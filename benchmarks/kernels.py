@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(DEFAULT_SERVERS))
     parser.add_argument("--out", type=Path, default=results.RESULTS)
     arguments = parser.parse_args()
-    machine = results.hardware().lower().rpartition(" ")[2]
+    machine = results.gpu()
     with tempfile.TemporaryDirectory() as folder:
         try:
             records = serve(

@@ -15,6 +15,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,22 @@ def merge(topic: str, machine: str, records: Sequence[dict[str, Any]], folder: P
     return write(topic, machine, list(known.values()), folder)
 
 
+@dataclass
+class Report:
+    """A topic's records, on disk after each: a run that is cut short leaves what it has."""
+
+    topic: str
+    machine: str
+    folder: Path = RESULTS
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, *records: dict[str, Any]) -> None:
+        """Keep, write and print."""
+        self.records += records
+        write(self.topic, self.machine, self.records, self.folder)
+        print(table(records), flush=True)
+
+
 def table(records: Sequence[dict[str, Any]]) -> str:
     """The records as text, one line each."""
     lines = []
@@ -115,6 +132,11 @@ def hardware() -> str:
                 break
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{model}, {cores} cores"
+
+
+def gpu() -> str:
+    """The kind of GPU as file names have it: "h200"."""
+    return hardware().lower().rpartition(" ")[2]
 
 
 def versions() -> dict[str, str]:

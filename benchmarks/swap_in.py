@@ -288,10 +288,10 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     if device == "cpu" and not options.small:
         parser.error("a CPU has nothing to measure here; --small shows that it runs")
     scale = SMALL if options.small else LLAMA_8B
-    machine = "small" if options.small else results.hardware().lower().rpartition(" ")[2]
+    machine = "small" if options.small else results.gpu()
     base = BaseShape.from_hf_config(scale.config)
     adapters = [make_adapter(base, scale.rank, scale.dtype, seed) for seed in range(NUM_ADAPTERS)]
-    records: list[dict[str, Any]] = []
+    report = results.Report("swap_in", machine, options.out)
     process: Process | None = None
     for variant in CPU_VARIANTS if device == "cpu" else GPU_VARIANTS:
         if process is None or process.cache.page_size != variant.page_size:
@@ -302,13 +302,11 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         begin = time.monotonic()
         # The limit is for what the server does unless told otherwise.
         limit = LIMIT if variant == Variant() and not options.small else None
-        records.append(measure(process, variant, options.rounds, limit))
+        report.add(measure(process, variant, options.rounds, limit))
         print(f"{variant.name}: {time.monotonic() - begin:.0f} s", flush=True)
-        results.write("swap_in", machine, records, options.out)
     if process is not None:
         process.close()
-    print(results.table(records))
-    return records
+    return report.records
 
 
 if __name__ == "__main__":

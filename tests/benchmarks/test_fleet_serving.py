@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from benchmarks import fleet_serving
+from benchmarks import fleet_serving, results
 from sglang_lora_tree.adapters.adapter import load_adapter
 from sglang_lora_tree.adapters.base_shape import BaseShape
 
@@ -37,8 +37,9 @@ def measure(tmp_path, monkeypatch, speeds):
 
     monkeypatch.setattr(fleet_serving, "start_servers", start_servers)
     monkeypatch.setattr(fleet_serving, "serve", serve)
-    records = fleet_serving.measure(tmp_path / "work", tmp_path, "small", SCALE, ("scarce", "ample"))
-    return {record["metric"]: record for record in records}, pools
+    report = results.Report("fleet_serving", "small", tmp_path)
+    fleet_serving.measure(tmp_path / "work", report, SCALE, ("scarce", "ample"))
+    return {record["metric"]: record for record in report.records}, pools
 
 
 def test_speeds_become_ratios_and_the_pool_s_share(tmp_path, monkeypatch):

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from benchmarks import kernel_alone
-from benchmarks.kernel_alone import RANK, Dense, Merged, Report, Rows, both, check, distinct_mixes, loop, ours, padded_bmm
+from benchmarks.kernel_alone import RANK, Report, check, distinct_mixes
 from benchmarks.kernel_world import TINY, TINY_WIDTH, KernelWorld
+from benchmarks.mix_operators import Dense, Merged, Rows, both, loop, ours, padded_bmm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 OPTIONS = {"shape": TINY, "width": TINY_WIDTH, "device": "cpu"}
@@ -88,7 +89,7 @@ def test_a_failing_way_costs_only_itself(tmp_path, monkeypatch, capsys):
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(kernel_alone, "Merged", fail)
-    report = Report(tmp_path, "cpu")
+    report = Report("kernel_alone", "cpu", tmp_path)
     kernel_alone.compare(report, 5, "kernel_alone", 2, (1, 4), **OPTIONS)
     kernel_alone.compare_slots(report, 4, 2, (8,), **OPTIONS)
     kernel_alone.compare_ranks(report, 4, 2, 2, **OPTIONS)
@@ -102,7 +103,7 @@ def test_a_failing_way_costs_only_itself(tmp_path, monkeypatch, capsys):
 
 
 def test_nothing_begins_when_the_time_is_up(tmp_path):
-    report = Report(tmp_path, "cpu", seconds=0.0)
+    report = Report("kernel_alone", "cpu", tmp_path, seconds=0.0)
     kernel_alone.compare(report, 5, "kernel_alone", 1, (1,), **OPTIONS)
     assert report.records == []
 
