@@ -60,6 +60,8 @@ class LoraTreeCache(UnifiedRadixCache):
         self.load_back_threshold = 1
 
     def reset(self) -> None:
+        if getattr(self, "cache_controller", None) is not None:
+            self._finish_copies()  # SGLang only forgets them, and they would write over whoever has their slots next
         super().reset()
         self.on_reset()
 
@@ -98,7 +100,7 @@ class LoraTreeCache(UnifiedRadixCache):
         if self.num_free_slots < wanted:
             more = super().evict_for_alloc(EvictParams(num_tokens=wanted - self.num_free_slots), **kwargs)
             result.num_tokens_evicted += more.num_tokens_evicted
-        for take_back in (self.on_shortage, self._finish_copies) if self._is_last_resort else (self.on_shortage,):
+        for take_back in (self.on_shortage, self._wait_for_copies) if self._is_last_resort else (self.on_shortage,):
             while (missing := params.num_tokens - result.num_tokens_evicted) > 0 and take_back():
                 more = super().evict_for_alloc(EvictParams(num_tokens=missing), **kwargs)
                 result.num_tokens_evicted += more.num_tokens_evicted
@@ -118,6 +120,11 @@ class LoraTreeCache(UnifiedRadixCache):
         finally:
             self._is_last_resort = False
 
+    def _wait_for_copies(self) -> bool:
+        was_any = self._finish_copies()
+        self.last_resorts += was_any
+        return was_any
+
     def _finish_copies(self) -> bool:
         """Bring every copy under way to its end; True if there was any."""
         controller = self.cache_controller
@@ -125,7 +132,6 @@ class LoraTreeCache(UnifiedRadixCache):
         self.delayed_loads = []
         if not (controller.load_queue or controller.ack_load_queue or self.ongoing_write_through):
             return False
-        self.last_resorts += 1
         while controller.load_queue or controller.ack_load_queue:
             self.loading_check(finish_count=len(controller.ack_load_queue))
             self.submit_loads()

@@ -302,3 +302,20 @@ def test_a_full_table_gives_up_its_least_valuable_adapter_and_nothing_else(make_
     assert on_gpu == [10, 10, 0, 0]
     tree.check()
     tree.check_everything_can_go()
+
+
+def test_a_copy_under_way_does_not_outlive_a_flush(make_tree) -> None:
+    """SGLang forgets it, and it would come to its end in slots that are somebody else's by then."""
+    tree = make_tree("ab", settings=Settings(delay_loads=3))
+    for name in "ab":
+        assert tree.residency.start_reading(tree.demand({name: 1.0}).identity)
+    tree.finish_reads()
+    tree.residency.poll()
+    assert all(tree.cache.start_swap_in(tree.core.lora_nodes[tree.demand({name: 1.0}).identity]) for name in "ab")
+    tree.flush()
+    tree.add_kv(None, list(range(tree.cache.num_free_slots - 1)))
+    for _ in range(5):
+        tree.cache.advance_delayed_loads()
+        tree.cache.check_hicache_events()
+    tree.settle()
+    tree.check()
