@@ -15,6 +15,7 @@ and, because SGLang loads plugins inside the first ``Engine.__init__``, when a h
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 from collections.abc import Callable, MutableMapping
 from typing import Any
@@ -30,6 +31,7 @@ from sglang_lora_tree.config import (
     parse_settings,
     publish_settings,
 )
+from sglang_lora_tree.radix.leftovers import remove_all_leftovers
 from sglang_lora_tree.refusals import check_config, check_options
 
 NAME = "lora_tree"
@@ -74,6 +76,8 @@ def enable(settings: Settings, options: MutableMapping[str, Any], given_max_lora
 
     check_hooks()
     publish_settings(settings)
+    # SGLang kills its scheduler where the server is interrupted, and an engine's always: this process ends after it.
+    atexit.register(remove_all_leftovers, settings.spool_dir)
     options.update(
         enable_lora=True,
         lora_backend=NAME,

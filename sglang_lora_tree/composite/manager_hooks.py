@@ -34,6 +34,7 @@ from sglang_lora_tree.radix.adapter_files import LocalFiles, RemoteFiles
 from sglang_lora_tree.radix.agreement import find_same
 from sglang_lora_tree.radix.cache_hooks import LoraTreeCache, check_kv_pool
 from sglang_lora_tree.radix.layout import Outline, Packer, Shard
+from sglang_lora_tree.radix.leftovers import remove_all_leftovers
 from sglang_lora_tree.radix.residency import Residency
 from sglang_lora_tree.radix.store import AdapterStore, Registration
 
@@ -136,6 +137,7 @@ class TreeLoRAManager(LoRAManager):
         shard = Shard(get_parallel().attn_tp_rank, self.attn_tp_size, self.base.num_kv_heads)
         packer = Packer(self.base, cache.pool_shape, shard)
         self.residency = Residency(cache, self.store, packer, table, self.settings)
+        remove_all_leftovers(self.settings.spool_dir)  # of servers that were killed: rows are memory, spools may be large
         if isinstance(self.residency.files, RemoteFiles):
             self.residency.files.start()
         everything = hashlib.sha256("".join(stored.outline.digest for stored in self.store).encode()).hexdigest()

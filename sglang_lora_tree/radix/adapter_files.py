@@ -14,9 +14,7 @@ import os
 import queue
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,9 +23,7 @@ import torch
 from sglang_lora_tree.adapters.adapter import load_adapter
 from sglang_lora_tree.adapters.base_shape import BaseShape
 from sglang_lora_tree.radix.layout import Outline, Packer, PoolShape, Shard
-from sglang_lora_tree.radix.leftovers import make_locked_file, remove_leftovers
-
-_ROWS_PREFIX = "lora-tree-rows-"
+from sglang_lora_tree.radix.leftovers import ROWS_PREFIX, make_locked_file, scratch_folder
 
 
 class AdapterFiles(Protocol):
@@ -91,8 +87,6 @@ class RemoteFiles:
 
     def start(self) -> None:
         """Start the children now, so that the first reader does not wait for them to import torch."""
-        # Of servers that were killed while they read: memory, for as long as the machine runs.
-        remove_leftovers(Path(_scratch_folder() or tempfile.gettempdir()), _ROWS_PREFIX + "*")
         for _ in range(self._idle.qsize()):
             self._idle.put(self._idle.get() or self._start())
 
@@ -105,7 +99,7 @@ class RemoteFiles:
     def rows(
         self, paths: Sequence[str], name: str, digest: str, packer: Packer, dtype: torch.dtype
     ) -> tuple[torch.Tensor, int]:
-        handle, file = make_locked_file(_ROWS_PREFIX, _scratch_folder())
+        handle, file = make_locked_file(ROWS_PREFIX, scratch_folder())
         try:
             reply = self._ask(
                 {
@@ -180,13 +174,3 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     rows, num_bytes = files.rows(question["paths"], question["name"], question["digest"], packer, dtype)
     rows.view(torch.uint8).numpy().tofile(question["file"])
     return {"shape": list(rows.shape), "bytes": num_bytes}
-
-
-def _scratch_folder() -> str | None:
-    """Memory if the system has a file system for it, else the temporary folder."""
-    shared = Path("/dev/shm")
-    try:
-        status = os.statvfs(shared)
-    except OSError:
-        return None
-    return str(shared) if status.f_bavail * status.f_frsize > 1 << 30 and os.access(shared, os.W_OK) else None

@@ -13,6 +13,12 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
+FOLDER_PREFIX = "sglang-lora-tree-"
+"""Of folders that :data:`LOCK` marks as in use."""
+LOCK = "in_use"
+ROWS_PREFIX = "lora-tree-rows-"
+"""Of files that lie alone in the scratch folder."""
+
 
 def mark_in_use(path: Path) -> IO[bytes]:
     """Make a lock file; what is returned must be kept open as long as its folder is in use.
@@ -52,3 +58,20 @@ def remove_leftovers(folder: Path, pattern: str) -> None:
                 os.unlink(path)
             else:
                 shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def remove_all_leftovers(spool_dir: str | None) -> None:
+    """Remove what any killed process of this package has left on this machine."""
+    for folder in dict.fromkeys((spool_dir or tempfile.gettempdir(), tempfile.gettempdir())):
+        remove_leftovers(Path(folder), f"{FOLDER_PREFIX}*/{LOCK}")
+    remove_leftovers(Path(scratch_folder() or tempfile.gettempdir()), ROWS_PREFIX + "*")
+
+
+def scratch_folder() -> str | None:
+    """Memory if the system has a file system for it, else the temporary folder."""
+    shared = Path("/dev/shm")
+    try:
+        status = os.statvfs(shared)
+    except OSError:
+        return None
+    return str(shared) if status.f_bavail * status.f_frsize > 1 << 30 and os.access(shared, os.W_OK) else None

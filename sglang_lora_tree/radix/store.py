@@ -21,10 +21,7 @@ from safetensors.torch import save_file
 
 from sglang_lora_tree.radix.identity import adapter_identity
 from sglang_lora_tree.radix.layout import Outline
-from sglang_lora_tree.radix.leftovers import mark_in_use, remove_leftovers
-
-_SPOOL_PREFIX = "sglang-lora-tree-"
-_LOCK = "in_use"
+from sglang_lora_tree.radix.leftovers import FOLDER_PREFIX, LOCK, mark_in_use, remove_leftovers
 
 
 @dataclass(frozen=True)
@@ -142,9 +139,9 @@ class AdapterStore:
         with self._making_spool:
             if self._spool is None:
                 # A scheduler is usually killed, and runs nothing at its exit.
-                remove_leftovers(Path(self._spool_dir or tempfile.gettempdir()), f"{_SPOOL_PREFIX}*/{_LOCK}")
-                spool = Path(tempfile.mkdtemp(prefix=_SPOOL_PREFIX, dir=self._spool_dir))
-                self._lock = mark_in_use(spool / _LOCK)
+                remove_leftovers(Path(self._spool_dir or tempfile.gettempdir()), f"{FOLDER_PREFIX}*/{LOCK}")
+                spool = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=self._spool_dir))
+                self._lock = mark_in_use(spool / LOCK)
                 atexit.register(shutil.rmtree, spool, ignore_errors=True)
                 self._spool = spool
             return self._spool

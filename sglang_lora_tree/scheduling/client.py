@@ -25,7 +25,7 @@ from pathlib import Path
 import zmq
 
 from sglang_lora_tree.config import Settings
-from sglang_lora_tree.radix.leftovers import mark_in_use, remove_leftovers
+from sglang_lora_tree.radix.leftovers import FOLDER_PREFIX, LOCK, mark_in_use, remove_leftovers
 from sglang_lora_tree.scheduling.protocol import MAX_BYTES, Plan, Report, Resync, parse_reply
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _START_SECONDS = 15.0  # until a new process must have said something
 _WELL_SECONDS = 1.0  # one that has made plans and lived so long was well: it was killed, and need not be waited for
 _RESTART_SECONDS = 0.2  # before the first restart; doubled up to the next if a process was not well
 _LONGEST_RESTART_SECONDS = 5.0
-_PREFIX, _LOCK = "sglang-lora-tree-advisor-", "in_use"
+_PREFIX = FOLDER_PREFIX + "advisor-"
 
 
 @dataclass
@@ -81,9 +81,9 @@ class AdvisorClient:
         self._sequence = 0
         self.collect: Callable[[], Report | None] = lambda: None
         """Makes the next report; called by the thread that talks."""
-        remove_leftovers(Path(tempfile.gettempdir()), f"{_PREFIX}*/{_LOCK}")  # schedulers that were killed could not
+        remove_leftovers(Path(tempfile.gettempdir()), f"{_PREFIX}*/{LOCK}")  # schedulers that were killed could not
         self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # mode 0700
-        self._lock = mark_in_use(self.folder / _LOCK)
+        self._lock = mark_in_use(self.folder / LOCK)
         self._context = zmq.Context()
         self._reports = self._bind(zmq.PUSH, "reports")
         self._plans = self._bind(zmq.PULL, "plans")

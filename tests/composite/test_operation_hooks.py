@@ -56,6 +56,44 @@ def test_checking_weights_does_not_change_them(action):
     assert calls == [action for action in [action] if action in WEIGHT_CHECKS]
 
 
+def test_whoever_waits_for_the_scheduler_is_answered_when_the_server_stops(monkeypatch):
+    """A load in flight, for one: SGLang's server waits for every connection's answer before it ends."""
+    from sglang.srt.managers.communicator import FanOutCommunicator
+
+    monkeypatch.setattr(operation_hooks, "CALLS", operation_hooks.Calls())
+    stops = []
+
+    async def body():
+        manager = SimpleNamespace()
+        TokenizerManager.set_server_stop_hook(manager, lambda: stops.append("stop"))
+        answered, unanswered = FanOutCommunicator(lambda obj: None, 1), FanOutCommunicator(lambda obj: None, 1)
+        first, second, third = (asyncio.ensure_future(one("x")) for one in (answered, unanswered, unanswered))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        answered.handle_recv("answer")
+        assert await asyncio.wait_for(first, 1) == ["answer"]
+        manager._server_stop_hook()
+        for waiting in (second, third):
+            with pytest.raises(OperationError, match="shutting down"):
+                await asyncio.wait_for(waiting, 1)
+        assert stops == ["stop"]
+
+    asyncio.run(body())
+
+
+def test_a_client_that_leaves_is_not_told_that_the_server_stops():
+    async def body():
+        from sglang.srt.managers.communicator import FanOutCommunicator
+
+        waiting = asyncio.ensure_future(FanOutCommunicator(lambda obj: None, 1)("x"))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(body())
+
+
 def test_without_the_flag_sglang_does_what_it_is_asked(monkeypatch):
     monkeypatch.delenv(ENVIRONMENT_VARIABLE)
     for operation in REFUSED:

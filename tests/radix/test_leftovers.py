@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_lora_tree.radix.leftovers import make_locked_file, mark_in_use, remove_leftovers
+from sglang_lora_tree.radix import leftovers
+from sglang_lora_tree.radix.leftovers import make_locked_file, mark_in_use, remove_all_leftovers, remove_leftovers
 from sglang_lora_tree.radix.store import AdapterStore
 
 _KILLED = """
@@ -56,6 +57,25 @@ def test_a_file_is_never_removed_between_its_making_and_its_lock(tmp_path: Path,
     os.close(handle)
     remove_leftovers(tmp_path, "rows-*")
     assert not list(tmp_path.iterdir())
+
+
+def test_all_that_killed_processes_left_goes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the end of a server whose scheduler was killed; a server beside it keeps what it uses."""
+    monkeypatch.setattr(leftovers, "scratch_folder", lambda: str(tmp_path / "memory"))
+    monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
+    for name in ("memory", "temporary", "spools"):
+        (tmp_path / name).mkdir()
+    stores = [AdapterStore(str(tmp_path / "spools")), AdapterStore(str(tmp_path / "temporary"))]
+    folders = [Path(store.spool("id1", {"w": torch.ones(2)}, {})) for store in stores]
+    handle, rows = make_locked_file("lora-tree-rows-", str(tmp_path / "memory"))
+    remove_all_leftovers(str(tmp_path / "spools"))
+    assert all(folder.is_dir() for folder in folders) and Path(rows).exists(), "in use"
+    os.close(handle)
+    for store in stores:
+        assert store._lock is not None
+        store._lock.close()
+    remove_all_leftovers(str(tmp_path / "spools"))
+    assert not any(folder.exists() for folder in folders) and not Path(rows).exists()
 
 
 def test_two_servers_share_a_spool_folder(tmp_path: Path) -> None:
