@@ -12,6 +12,7 @@ the Jacobi kernel wants, and its sweeps and errors on difficult spectra.
 from __future__ import annotations
 
 import argparse
+import collections
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks import results
+from benchmarks.fleet_baselines import BASELINES, OURS, Baseline, Pair
 from sglang_lora_tree.fleet import factorisation
 from sglang_lora_tree.kernels import jacobi, tsqr
 from sglang_lora_tree.kernels.tall_batch import TallBatch
@@ -31,7 +33,7 @@ CHUNK = 10
 """Adapters per batch: bounded memory, enough matrices to fill the GPU."""
 REPEATS = 5
 KEPT_AT_TWELFTH = 12  # rank / 12 directions
-LAPTOP = DEVICE.type == "cpu"
+ON_CPU = DEVICE.type == "cpu"
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,6 @@ FLEETS = {
     "tiny": Fleet("tiny", 3, 8, 1, ((48, 32), (32, 64)), 0.0),
 }  # fmt: skip
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""A (rank, d_in), B (d_out, rank)."""
-
-
 class Deadline:
     """Seconds left of the run."""
 
@@ -79,7 +77,7 @@ class Deadline:
 
 
 def synchronise() -> None:
-    if not LAPTOP:
+    if not ON_CPU:
         torch.cuda.synchronize()
 
 
@@ -191,7 +189,7 @@ def stage_records(fleet: Fleet, pairs: Sequence[Pair], room: Room) -> list[dict[
     records = [results.record(f"stage/{fleet.name}/{stage}", took, "ms", note=note) for stage, took in watch.stages.items()]
     core = core_matrices(pairs)
     core /= torch.linalg.matrix_norm(core)[:, None, None]
-    for warps in (4,) if LAPTOP else (2, 4, 8):
+    for warps in (4,) if ON_CPU else (2, 4, 8):
         took = seconds(lambda warps=warps: jacobi.orthogonal_columns(core, warps), 3)
         records.append(results.record(f"jacobi/{fleet.name}/{warps}_warps", took * 1e3, "ms", note="QR of the rows included"))
     took = seconds(lambda: torch.linalg.qr(core.mT, mode="r"), 3)
@@ -251,79 +249,14 @@ def spectrum_records(size: int, count: int) -> list[dict[str, Any]]:
     return records
 
 
-# Baselines: the same result by torch.linalg, in float32.
-
-
-def linalg_each(pairs: Sequence[Pair]) -> None:
-    """(a) QR of both factors and SVD of the core, module by module."""
-    for a, b in pairs:
-        q_b, r_b = torch.linalg.qr(b.float())
-        q_a, r_a = torch.linalg.qr(a.T.float())
-        u, sigma, vt = torch.linalg.svd(r_b @ r_a.T)
-        root = sigma.sqrt()
-        torch.matmul(q_b, u * root), torch.matmul(root[:, None] * vt, q_a.T)
-
-
-def linalg_padded(pairs: Sequence[Pair]) -> None:
-    """(b) The same on stacks padded to the largest shape; the core by eigh, which is batched."""
-    rank = pairs[0][0].shape[0]
-    stacks = []
-    for matrices in ([a.T for a, _ in pairs], [b for _, b in pairs]):
-        stack = torch.zeros(len(pairs), max(map(len, matrices)), rank, device=DEVICE)
-        for index, matrix in enumerate(matrices):
-            stack[index, : len(matrix)] = matrix
-        stacks.append(torch.linalg.qr(stack))
-    (q_a, r_a), (q_b, r_b) = stacks
-    core = r_b @ r_a.mT
-    square, u = torch.linalg.eigh(core @ core.mT)
-    root = square.clamp_min(1e-30).pow(0.25)
-    torch.matmul(q_b, u * root[:, None, :])
-    torch.matmul((u.mT @ core) / root[:, :, None], q_a.mT)
-
-
-def fraq(pairs: Sequence[Pair]) -> None:
-    """(c) One-sided: QR of the smaller factor, eigenvalues of H H^T, H = R Y; batched over modules of equal shape."""
-    one_sided(pairs, torch.linalg.eigh)
-
-
-def fraq_jacobi(pairs: Sequence[Pair]) -> None:
-    """The same with our kernel in place of torch.linalg.eigh: what is left of the difference is FlashTSQR's."""
-
-    def eigh(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        u, square, _ = jacobi.svd(matrices)
-        return square.float(), u.float()
-
-    one_sided(pairs, eigh)
-
-
-def one_sided(pairs: Sequence[Pair], eigh: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for a, b in equal_shapes(pairs):
-        x, y = (b, a) if b.shape[1] <= a.shape[2] else (a.mT, b.mT)
-        q, r = torch.linalg.qr(x)
-        h = r @ y
-        square, u = eigh(h @ h.mT)
-        root = square.clamp_min(1e-30).pow(0.25)
-        torch.matmul(q, u * root[:, None, :]), torch.matmul(u.mT / root[:, :, None], h)
-
-
-def equal_shapes(pairs: Sequence[Pair]) -> Iterable[Pair]:
-    """Float32 stacks of A and of B, one pair of stacks per shape."""
-    groups: dict[tuple[int, int], list[Pair]] = {}
-    for a, b in pairs:
-        groups.setdefault((a.shape[1], b.shape[0]), []).append((a, b))
-    for group in groups.values():
-        yield torch.stack([a for a, _ in group]).float(), torch.stack([b for _, b in group]).float()
-
-
-BASELINES = {"fraq_jacobi": fraq_jacobi, "fraq": fraq, "linalg_each": linalg_each, "linalg_padded": linalg_padded}
-OURS = ("fraq_jacobi",)
-"""Not what others have: no part in the best baseline."""
-
-
 def time_baseline(
-    run: Callable[[Sequence[Pair]], None], fleet: Fleet, adapters: list[list[Pair]], budget: float
+    baseline: Baseline, fleet: Fleet, adapters: list[list[Pair]], budget: float
 ) -> tuple[float, int]:
     """Seconds for the first n adapters, and n: all of them if that fits into `budget` seconds."""
+
+    def run(pairs: Sequence[Pair]) -> None:
+        collections.deque(baseline(pairs), maxlen=0)  # factors are not kept: a whole fleet's would not fit
+
     run(adapters[0][: len(fleet.widths)])  # libraries start up
     synchronise()
     start = time.perf_counter()
@@ -367,9 +300,9 @@ def measure(
     adapters: list[list[Pair]],
     baselines: Sequence[str],
     deadline: Deadline,
-    save: Callable[[list[dict[str, Any]]], None],
+    report: results.Report,
 ) -> None:
-    """Hands records to `save` as they come; baselines share what is left of the time."""
+    """Baselines share what is left of the time."""
     first = next(iter(chunks(adapters)))
     room = Room.of(first, fleet.rank)
     sigma = flash_tsqr(first, room)  # compiles
@@ -382,20 +315,16 @@ def measure(
     took = {fleet.num_adapters: seconds(lambda: whole(room, fleet.num_adapters))}
     size = sum(a.numel() + b.numel() for a, b in adapters[0]) * len(adapters)
     note = f"{fleet.num_adapters} adapters x {fleet.num_modules} modules, rank {fleet.rank}, {size / 1e9:.2f}e9 parameters"
-    save(
-        [
-            results.record(f"construction/{fleet.name}/tsqr", took[fleet.num_adapters], "s", note=f"{note}; all directions"),
-            results.record(f"sigma_error/{fleet.name}", sigma_error, "", limit="value <= 1e-5", note="beside float64, 7 modules"),
-            results.record(
-                f"product_error/{fleet.name}", product_error, "", limit="value <= 1e-5", note="rank k = 1/12 and full"
-            ),
-        ]
+    report.add(
+        results.record(f"construction/{fleet.name}/tsqr", took[fleet.num_adapters], "s", note=f"{note}; all directions"),
+        results.record(f"sigma_error/{fleet.name}", sigma_error, "", limit="value <= 1e-5", note="beside float64, 7 modules"),
+        results.record(f"product_error/{fleet.name}", product_error, "", limit="value <= 1e-5", note="rank k = 1/12 and full"),
     )
     kept = max(1, fleet.rank // KEPT_AT_TWELFTH)
     small = Room.of(first, kept)
     at_twelfth = seconds(lambda: whole(small, fleet.num_adapters))
-    save([results.record(f"construction_twelfth/{fleet.name}/tsqr", at_twelfth, "s", note=f"{note}; {kept} directions kept")])
-    save(stage_records(fleet, first, room))
+    report.add(results.record(f"construction_twelfth/{fleet.name}/tsqr", at_twelfth, "s", note=f"{note}; {kept} directions kept"))
+    report.add(*stage_records(fleet, first, room))
     ratios = {}
     for index, name in enumerate(baselines):
         budget = max(1.0, deadline.left / (len(baselines) - index))
@@ -404,7 +333,7 @@ def measure(
         except Exception as error:  # a baseline that fails must not take the others along
             print(f"{name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             continue
-        if not LAPTOP:
+        if not ON_CPU:
             torch.cuda.empty_cache()
         if count not in took:
             took[count] = seconds(lambda count=count: whole(room, count))
@@ -412,11 +341,11 @@ def measure(
             ratios[name] = baseline / took[count]
         beside = f"tsqr, {count} adapters" if count < fleet.num_adapters else "tsqr"
         how = f"{count} of {fleet.num_adapters} adapters, once; float32"
-        save([results.record(f"construction/{fleet.name}/{name}", baseline, "s", baseline=(beside, took[count]), note=how)])
+        report.add(results.record(f"construction/{fleet.name}/{name}", baseline, "s", baseline=(beside, took[count]), note=how))
     if ratios:
         best = min(ratios, key=ratios.__getitem__)
         note = f"times of {', '.join(ratios)} over ours on the same adapters; the best is {best}"
-        save([results.record(f"tsqr_vs_best/{fleet.name}", ratios[best], "x", limit=f"value >= {fleet.wanted}", note=note)])
+        report.add(results.record(f"tsqr_vs_best/{fleet.name}", ratios[best], "x", limit=f"value >= {fleet.wanted}", note=note))
 
 
 def main() -> None:
@@ -427,30 +356,23 @@ def main() -> None:
     parser.add_argument("--machine", default=None, help="name in the file's name (default: h200, gpu or cpu)")
     parser.add_argument("--seconds", type=float, default=140, help="of the whole run; baselines share what is left")
     arguments = parser.parse_args()
-    if LAPTOP and not tsqr.interpreted():
+    if ON_CPU and not tsqr.interpreted():
         parser.error("no GPU: set TRITON_INTERPRET=1 (and --fleets tiny)")
-    named = "cpu" if LAPTOP else "h200" if "H200" in torch.cuda.get_device_name() else "gpu"
+    named = "cpu" if ON_CPU else "h200" if "H200" in torch.cuda.get_device_name() else "gpu"
     run_all(arguments.fleets, arguments.baselines, arguments.out, arguments.machine or named, arguments.seconds)
 
 
 def run_all(names: Sequence[str], baselines: Sequence[str], out: Path, machine: str, limit: float) -> None:
     deadline = Deadline(limit)
-    records: list[dict[str, Any]] = []
-
-    def save(found: list[dict[str, Any]]) -> None:
-        """At once: a run that is cut short leaves what it has."""
-        records.extend(found)
-        results.write("fleet", machine, records, out)
-        print(results.table(found), flush=True)
-
+    report = results.Report("fleet", machine, out)
     for index, name in enumerate(names):
         fleet = FLEETS[name]
         adapters = make_fleet(fleet)
         synchronise()
         print(f"{name}: {len(adapters)} adapters, {deadline.left:.0f} s left", flush=True)
-        measure(fleet, adapters, baselines, Deadline(deadline.left / (len(names) - index)), save)
+        measure(fleet, adapters, baselines, Deadline(deadline.left / (len(names) - index)), report)
         del adapters
-    save(spectrum_records(*((16, 1) if LAPTOP else (64, 64))))
+    report.add(*spectrum_records(*((16, 1) if ON_CPU else (64, 64))))
 
 
 if __name__ == "__main__":
