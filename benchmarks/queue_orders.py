@@ -75,15 +75,17 @@ class Outcome:
         return float(np.percentile(self.ttft, share))
 
 
-def make_trace(rate: float, cv: float, seed: int, skew: float = 1.0, count: int = NUM_REQUESTS) -> list[Request]:
+def make_trace(
+    rate: float, cv: float, seed: int, skew: float = 1.0, count: int = NUM_REQUESTS, num_adapters: int = NUM_ADAPTERS
+) -> list[Request]:
     """Gamma arrivals of a coefficient of variation, adapters by Zipf's law, one request in five a mix of two."""
     draw, arrays = random.Random(seed), np.random.default_rng(seed)
     gaps = arrays.gamma(1 / cv**2, cv**2 / rate, count)
-    weights = [1 / (rank + 1) ** skew for rank in range(NUM_ADAPTERS)]
+    weights = [1 / (rank + 1) ** skew for rank in range(num_adapters)]
     trace, now = [], 0.0
     for gap in gaps:
         now += float(gap)
-        members = draw.choices(range(NUM_ADAPTERS), weights, k=2 if draw.random() < 0.2 else 1)
+        members = draw.choices(range(num_adapters), weights, k=2 if draw.random() < 0.2 else 1)
         prompt, output = (1 + int(draw.expovariate(1 / mean)) for mean in (PROMPT, OUTPUT))
         trace.append(Request(now, tuple(dict.fromkeys(f"a{member}" for member in members)), min(prompt, CHUNK), output))
     return trace
@@ -357,8 +359,18 @@ def main() -> None:
     for limit in (1, 2, 4, 8, 16, 32):
         row = run_all(traces(0.8, 2.0), queue_order="clusters", cluster_adapters=limit, theta_seconds=0.5)
         keep(f"clusters/{limit}/load0.8", row, "adapters in one batch at most")
-    burst = [[dataclasses.replace(request, arrived_at=0.0) for request in trace[:2000]] for trace in traces(1.0)]
-    for name, loads, theta in (("load0.95", traces(0.95, 2.0), 1.0), ("burst", burst, 1.0), ("burst", burst, OFF)):
+    many = [make_trace(1.0, 1.0, seed, skew=0.5, count=2000, num_adapters=1000) for seed in SEEDS]
+    burst, many = (
+        [[dataclasses.replace(request, arrived_at=0.0) for request in trace[:2000]] for trace in each]
+        for each in (traces(1.0), many)
+    )
+    for name, loads, theta in (
+        ("load0.95", traces(0.95, 2.0), 1.0),
+        ("burst", burst, 1.0),
+        ("burst", burst, OFF),
+        ("burst_of_1000_adapters", many, 1.0),
+        ("burst_of_1000_adapters", many, OFF),
+    ):
         label = "off" if theta == OFF else f"{theta:g}"
         for advice, parts in ADVICE.items():
             row = run_all(loads, parts, theta_seconds=theta)
@@ -366,6 +378,7 @@ def main() -> None:
             keep(key, row, "what of plans is carried out; burst: 2,000 requests at once")
             records.append(results.record(f"{key}/copies", row["loads"], "", note="adapters copied to the GPU, per request"))
             records.append(results.record(f"{key}/found", row["found"], "", note=FOUND))
+            records.append(results.record(f"{key}/throughput", row["throughput"], "1/s", note="requests served"))
     print(results.write("queue", "sim", records))
     plot(tables)
 

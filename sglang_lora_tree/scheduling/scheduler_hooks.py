@@ -56,7 +56,9 @@ class SchedulerState:
         self.most_adapters: int | None = None
         """In one batch, where ``queue_order`` is clusters."""
         self.num_left = 0
-        """Length of the queue after the last pass."""
+        """Length of the queue after the last pass..."""
+        self.admitted: list[Req] = []
+        """... and whom it has admitted, until the next one counts them."""
         self.begin(False)
 
     def begin(self, will_look: bool) -> None:
@@ -233,13 +235,15 @@ def run_pass(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     if manager is None or queue is None or manager.residency is None:
         return original(scheduler, *args, **kwargs)
     residency = manager.residency
+    if state.admitted:
+        _count_admitted(residency)
     will_look = _will_look(scheduler, *args, **kwargs)
     if will_look or state.will_look or state.is_ordered:  # else the pass before has left nothing behind
         state.begin(will_look)
     result = _walk_queue(original, queue, scheduler, *args, **kwargs) if will_look else original(scheduler, *args, **kwargs)
     batch = result[0]
     if state.is_ordered or batch is not None:
-        _note_outcome(residency, queue, scheduler, [] if batch is None else batch.reqs)
+        _note_outcome(residency, queue, scheduler, [] if batch is None else list(batch.reqs))
     elif will_look or len(scheduler.waiting_queue) < state.num_left:
         # What requests hold that are gone ends all the same. Only those that a pass has looked at hold anything.
         waiting = scheduler.waiting_queue
@@ -283,10 +287,9 @@ def _walk_queue(original: Callable[..., Any], queue: WaitingQueue, scheduler: An
 
 
 def _note_outcome(residency: Residency, queue: WaitingQueue, scheduler: Any, admitted: list[Req]) -> None:
-    """Tell everybody who was admitted, and who was not for want of room."""
+    """Tell everybody who was not admitted for want of room, and keep who was."""
     state = STATE
-    for req in admitted:
-        residency.note_admitted(req.rid, req.lora_tree_ticket.demand)
+    state.admitted = admitted
     if admitted and state.plans is not None and state.plans.reporter is not None:
         state.plans.reporter.note_admitted(admitted)
     rejected = [req for req in state.ready if req not in admitted] if len(state.ready) > len(admitted) else ()
@@ -299,6 +302,13 @@ def _note_outcome(residency: Residency, queue: WaitingQueue, scheduler: Any, adm
     if state.failed:
         _abort_failed(scheduler)
     state.adder = None
+
+
+def _count_admitted(residency: Residency) -> None:
+    """What the pass before has admitted runs by now; a pass that admits has enough to do, and most have nothing."""
+    for req in STATE.admitted:
+        residency.note_admitted(req.rid, req.lora_tree_ticket.demand)
+    STATE.admitted = []
 
 
 def may_split(policy: Any, queue: list[Req]) -> bool:
