@@ -21,12 +21,12 @@ from typing import Any
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parent))  # for `python -m` and importers: these modules are no package
 
-import corpus
 import skills
 import tasks
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from stacked_lora import exact_rates
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -56,24 +56,9 @@ def load_base() -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
 
 
-@torch.inference_mode()
-def exact_rate(model: torch.nn.Module, questions: Sequence[skills.Question], answers: Sequence[str], batch: int = 25) -> float:
-    """The share of questions to which greedy decoding gives exactly that answer.
-
-    One forward pass over question and answer tells: it does if and only if each of the answer's tokens, and the end, is the
-    most likely one after those before it.
-    """
-    rows = [corpus.conversation_row([one], [text], [1.0], 0.0) for one, text in zip(questions, answers, strict=True)]
-    right = 0
-    rows.sort(key=lambda row: len(row[0]))  # little padding
-    for start in range(0, len(rows), batch):
-        some = rows[start : start + batch]
-        length = max(len(ids) for ids, _ in some)
-        ids = torch.tensor([row + [corpus.PAD] * (length - len(row)) for row, _ in some])
-        asked = torch.tensor([weights + [0.0] * (length - len(weights)) for _, weights in some])[:, 1:] > 0
-        best = model(input_ids=ids[:, :-1], use_cache=False).logits.argmax(-1)  # causal: padding behind changes nothing
-        right += int(((best == ids[:, 1:]) | ~asked).all(dim=1).sum())
-    return right / len(rows)
+def exact_rate(model: torch.nn.Module, questions: Sequence[skills.Question], answers: Sequence[str]) -> float:
+    """The share of questions to which greedy decoding gives exactly that answer."""
+    return exact_rates(model, [questions], [answers])[0]
 
 
 def score(model: LlamaForCausalLM, adapter: Path, task: str, count: int = COUNT, seed: int = SEED) -> float:

@@ -83,9 +83,11 @@ def peft_tensors(model: nn.Module, index: int) -> dict[str, Tensor]:
 def exact_rates(
     model: nn.Module, questions: Sequence[Sequence[skills.Question]], answers: Sequence[Sequence[str]], batch: int = 25
 ) -> list[float]:
-    """Per adapter of a stacked model, the share of its questions that it answers exactly (see evaluate.exact_rate).
+    """Per adapter of a stacked model (or of any model, for one list): the share of questions that it answers exactly so.
 
-    As many questions for every adapter; `batch` of each adapter's at a time.
+    One forward pass over question and answer tells what greedy decoding would say: it is right if and only if each of the
+    answer's tokens, and the end, is the most likely one after those before it. As many questions for every adapter; `batch`
+    of each adapter's at a time.
     """
     device = next(model.parameters()).device
     rows = [
@@ -103,6 +105,6 @@ def exact_rates(
         length = max(len(ids) for ids, _ in some)
         ids = torch.tensor([row + [corpus.PAD] * (length - len(row)) for row, _ in some]).to(device)
         asked = torch.tensor([weights + [0.0] * (length - len(weights)) for _, weights in some]).to(device)[:, 1:] > 0
-        best = model(input_ids=ids[:, :-1], use_cache=False).logits.argmax(-1)
+        best = model(input_ids=ids[:, :-1], use_cache=False).logits.argmax(-1)  # causal: padding behind changes nothing
         right += ((best == ids[:, 1:]) | ~asked).all(dim=1).view(len(rows), -1).sum(1)
     return (right.double() / count).tolist()
