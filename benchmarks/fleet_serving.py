@@ -15,7 +15,6 @@ case that fails is said, and the exit is 1.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -30,12 +29,11 @@ from typing import Any
 
 import requests
 import torch
-from safetensors.torch import save_file
 
 from benchmarks import results
-from benchmarks.llama8b import write_config
+from benchmarks.llama8b import write_config, write_factors
 from benchmarks.server import Server
-from sglang_lora_tree.adapters.base_shape import MODULE_PATHS, BaseShape
+from sglang_lora_tree.adapters.base_shape import BaseShape
 from sglang_lora_tree.fleet.compress import Outcome, Settings, compress
 
 BUDGET = Fraction(1, 12)
@@ -77,19 +75,13 @@ def write_adapter(folder: Path, base: BaseShape, rank: int, seed: int, device: s
     """A random adapter; B's columns decay at another pace in every module, so that spectral ranks differ."""
     generator = torch.Generator(device).manual_seed(seed)
     pace = random.Random(seed)
-    tensors: dict[str, torch.Tensor] = {}
-    for layer in range(base.num_layers):
-        for module, (d_in, d_out) in base.widths.items():
-            key = f"base_model.model.model.layers.{layer}.{MODULE_PATHS[module]}"
-            decay = pace.uniform(0.75, 0.95) ** torch.arange(rank, device=device)
-            a = torch.randn(rank, d_in, generator=generator, device=device) / d_in**0.5
-            b = torch.randn(d_out, rank, generator=generator, device=device) * decay * 0.02
-            tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = a.bfloat16().cpu(), b.bfloat16().cpu()
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(base.widths)}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
+
+    def make(d_in: int, d_out: int) -> tuple[torch.Tensor, torch.Tensor]:
+        decay = pace.uniform(0.75, 0.95) ** torch.arange(rank, device=device)
+        a = torch.randn(rank, d_in, generator=generator, device=device) / d_in**0.5
+        return a, torch.randn(d_out, rank, generator=generator, device=device) * decay * 0.02
+
+    return write_factors(folder, base, rank, make)
 
 
 def measure(work: Path, report: results.Report, scale: Scale, cases: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Everything that only a GPU can show, in the order of its worth, in one command with a limit of time.
+"""What only a GPU can show and changes with the code, in the order of its worth, in one command with a limit of time.
 
     python -m benchmarks.gpu_suite [--only NAME ...] [--seconds 1700] [--out FOLDER] [--dry-run]
 
@@ -6,6 +6,9 @@ Every part is a process of its own with its own limit (and what is left of the w
 others nothing. Those whose results are no times go first, side by side (16 cores or more); then the others, one by one. Parts
 write their results as they go; after each, ``suite.json`` in the folder says how all have ended, and NAME.log there has what a
 part printed. A part whose limit the rest of the time does not reach for at least a third is skipped.
+
+Not in it, by commands of their own: kernel_alone and swap_in (parts of what kernels and acceptance show), fleet and
+fleet_quality (compression).
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,28 @@ def write_config(folder: Path) -> Path:
 
 def write_adapter(folder: Path, seed: int, rank: int = 16) -> Path:
     """A random adapter on all linear layers, without building the model."""
-    folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
-    base = BaseShape.from_hf_config(CONFIG)
+
+    def make(d_in: int, d_out: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            torch.randn(rank, d_in, generator=generator) / d_in**0.5,
+            torch.randn(d_out, rank, generator=generator) * 0.01,
+        )
+
+    return write_factors(folder, BaseShape.from_hf_config(CONFIG), rank, make)
+
+
+def write_factors(
+    folder: Path, base: BaseShape, rank: int, make: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
+) -> Path:
+    """A PEFT folder in bfloat16: `make(d_in, d_out)` gives A (rank, d_in) and B (d_out, rank) of each linear layer in turn."""
+    folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for layer in range(base.num_layers):
         for module, (d_in, d_out) in base.widths.items():
             key = f"base_model.model.model.layers.{layer}.{MODULE_PATHS[module]}"
-            tensors[f"{key}.lora_A.weight"] = (torch.randn(rank, d_in, generator=generator) / d_in**0.5).bfloat16()
-            tensors[f"{key}.lora_B.weight"] = (torch.randn(d_out, rank, generator=generator) * 0.01).bfloat16()
+            a, b = make(d_in, d_out)
+            tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = a.bfloat16().cpu(), b.bfloat16().cpu()
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(base.widths), "task_type": "CAUSAL_LM"}
     (folder / "adapter_config.json").write_text(json.dumps(config))

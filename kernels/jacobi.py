@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-LARGEST_SIZE = 128
+from sglang_lora_tree.kernels.tall_batch import LARGEST_RANK
+
 MAX_SWEEPS = 30
 SETTLED = 1e-9
 """Cosine of two columns. After a sweep that met none above it all are far below: convergence is quadratic."""
@@ -94,7 +95,7 @@ def svd(matrices: torch.Tensor, *, num_warps: int | None = None) -> tuple[torch.
     A matrix that has not settled after MAX_SWEEPS (none known) is left to torch.linalg, which is right, and slower.
     """
     size = matrices.shape[-1]
-    assert 2 <= size <= LARGEST_SIZE and size & (size - 1) == 0, f"size {size} is no power of two up to {LARGEST_SIZE}"
+    assert 2 <= size <= LARGEST_RANK and size & (size - 1) == 0, f"size {size} is no power of two up to {LARGEST_RANK}"
     norms = torch.linalg.matrix_norm(matrices.double())
     scaled = matrices.double() / norms.clamp_min(torch.finfo(torch.float64).tiny)[:, None, None]
     columns, sweeps = orthogonal_columns(scaled, num_warps)

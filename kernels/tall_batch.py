@@ -9,6 +9,8 @@ import torch
 
 SMALLEST_TILE = 16
 """A tensor core's."""
+LARGEST_RANK = 128
+"""Of Triton's kernels (tsqr.py, jacobi.py): above it a tile's float64 accumulator no longer fits into registers."""
 
 
 @dataclass(frozen=True, eq=False)

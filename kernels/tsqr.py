@@ -20,10 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_lora_tree.kernels.tall_batch import SMALLEST_TILE, TallBatch, check_apply
+from sglang_lora_tree.kernels.tall_batch import LARGEST_RANK, SMALLEST_TILE, TallBatch, check_apply
 
-LARGEST_RANK = 128
-"""Above it a tile's float64 accumulator no longer fits into registers."""
 ENOUGH_PROGRAMS = 2048
 """A batch of fewer matrices has their rows split, so that a large GPU is full."""
 SMALLEST_SHARE = 512

@@ -20,12 +20,10 @@ import torch
 from sglang_lora_tree.adapters.adapter import Adapter, AdapterModule
 from sglang_lora_tree.kernels import tsqr_reference
 from sglang_lora_tree.kernels.lora import uses_triton
-from sglang_lora_tree.kernels.tall_batch import TallBatch, pad_rank
+from sglang_lora_tree.kernels.tall_batch import LARGEST_RANK, TallBatch, pad_rank
 
 NEGLIGIBLE = 1e-7
 """A singular value below this share of the largest is rounding; it counts as 0. (Its energy would be 1e-14.)"""
-LARGEST_TRITON_RANK = 128
-"""Larger ranks take the plain-torch path, on whatever device."""
 
 Place = tuple[int, str]
 """(layer, module)."""
@@ -162,7 +160,7 @@ def relative_error(original: Adapter, other: Adapter, device: torch.device | str
 
 def gram(batch: TallBatch) -> torch.Tensor:
     """X^T X of every matrix, float64; by Triton on a GPU up to rank 128. See tsqr_reference.gram."""
-    if _by_triton(batch):
+    if _by_triton(batch.device, batch.padded_rank):
         from sglang_lora_tree.kernels import tsqr
 
         return tsqr.gram(batch)
@@ -171,7 +169,7 @@ def gram(batch: TallBatch) -> torch.Tensor:
 
 def apply(batch: TallBatch, coefficients: torch.Tensor, kept: Sequence[int], out: Sequence[torch.Tensor]) -> None:
     """Writes X C[:, :kept] of every matrix; by Triton on a GPU up to rank 128. See tsqr_reference.apply."""
-    if _by_triton(batch):
+    if _by_triton(batch.device, batch.padded_rank):
         from sglang_lora_tree.kernels import tsqr
 
         tsqr.apply(batch, coefficients, kept, out)
@@ -221,15 +219,16 @@ def triangular_factors(gram_matrices: torch.Tensor) -> torch.Tensor:
 
 def core_svd(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """U, sigma, V of small matrices (M, n, n): LAPACK on a CPU, Jacobi in Triton on a GPU."""
-    if uses_triton(matrices.device) and matrices.shape[-1] <= LARGEST_TRITON_RANK:
+    if _by_triton(matrices.device, matrices.shape[-1]):
         from sglang_lora_tree.kernels import jacobi
 
         return jacobi.svd(matrices)
     return tsqr_reference.svd(matrices)
 
 
-def _by_triton(batch: TallBatch) -> bool:
-    return uses_triton(batch.device) and batch.padded_rank <= LARGEST_TRITON_RANK
+def _by_triton(device: torch.device, rank: int) -> bool:
+    """Larger ranks take the plain-torch path, on whatever device."""
+    return uses_triton(device) and rank <= LARGEST_RANK
 
 
 def _batches(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterable[list[int]]:
