@@ -9,6 +9,7 @@ choice between them would be a guess.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -148,6 +149,37 @@ def count_prompts(get: Callable[[str], Any], fields: Collection[str]) -> int | N
         is_batch = isinstance(first, list) if field in ("input_ids", "input_embeds") else not isinstance(first, int)
         return len(value) if is_batch else None
     return None
+
+
+def check_shapes(get: Callable[[str], Any], prompts: int | None) -> None:
+    """Refuse fields that do not fit the prompts, where SGLang fails with an error that names none of them.
+
+    Args:
+        get: a request's field by its name.
+        prompts: as :func:`count_prompts` says.
+
+    Raises:
+        ValueError: which field, and what it may be.
+    """
+    if get("input_embeds") in ([], [[]]):
+        raise ValueError("input_embeds: is empty; give one list of numbers per token")
+    if prompts is None and isinstance(get("rid"), list):
+        raise ValueError("rid: a list for a single prompt; give text")
+    params = get("sampling_params")
+    if isinstance(params, list) and len(params) != prompts:
+        batch = "a single prompt" if prompts is None else f"a batch of {prompts}"
+        raise ValueError(f"sampling_params: a list of {len(params)} for {batch}; give one object for all, or one per prompt")
+    for one in params if isinstance(params, list) else [params or {}]:
+        if not isinstance(one, Mapping):
+            raise ValueError(f"sampling_params: an object is wanted, and {one!r:.100} is none")
+        samples, patterns = one.get("n", 1), one.get("stop_regex")
+        if samples is not None and (not isinstance(samples, int) or samples < 1):
+            raise ValueError(f"sampling_params: n = {samples!r:.100}; give a whole number of at least 1")
+        for pattern in patterns if isinstance(patterns, list) else [patterns or ""]:
+            try:
+                re.compile(pattern)
+            except (TypeError, re.error, RecursionError, OverflowError) as error:
+                raise ValueError(f"sampling_params: stop_regex {pattern!r:.100} is no regular expression: {error}") from None
 
 
 def _parse_field(field: str, value: Any, prompts: int | None, naming: Naming) -> list[Mix | None]:

@@ -25,7 +25,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_lora_tree.composite.lora_id import decode_lora_id, encode_lora_id
-from sglang_lora_tree.composite.request_body import Naming, canonical_mixes, count_prompts, refuse_lora_id
+from sglang_lora_tree.composite.request_body import Naming, canonical_mixes, check_shapes, count_prompts, refuse_lora_id
 from sglang_lora_tree.config import current_settings
 
 DEFAULT_MODEL = "default"
@@ -57,15 +57,21 @@ def settle_lora_path(tokenizer_manager: Any, obj: Any, request: Any = None) -> N
 
     Raises:
         MixError: ``lora_path`` is malformed or does not fit the batch, or ``lora_id`` was given.
+        ValueError: another field does not fit.
     """
     if current_settings() is None:
         return
     refuse_lora_id(getattr(obj, "lora_id", None))
+
+    def get(field: str) -> Any:
+        return getattr(obj, field, None)
+
+    prompts = count_prompts(get, PROMPT_FIELDS)
+    check_shapes(get, prompts)
     scope = getattr(request, "scope", {})
     if SCOPE_KEY in scope:
         obj.lora_path = scope[SCOPE_KEY]
     elif obj.lora_path is not None:
-        prompts = count_prompts(lambda field: getattr(obj, field, None), PROMPT_FIELDS)
         obj.lora_path = canonical_mixes(obj.lora_path, prompts, naming_of(tokenizer_manager))
 
 

@@ -7,6 +7,7 @@ from sglang_lora_tree.composite.request_body import (
     Naming,
     UnknownModelError,
     canonical_mixes,
+    check_shapes,
     count_prompts,
     take_mixes,
 )
@@ -158,3 +159,37 @@ def test_an_internal_id_is_refused_whatever_its_type(value):
     for fields in ({}, {"lora": "math"}, {"model": "math"}):
         with pytest.raises(MixError, match="lora_id: is internal"):
             take({"text": "x", "lora_id": value, **fields})
+
+
+@pytest.mark.parametrize(
+    ("prompts", "fields", "says"),
+    [
+        (None, {"rid": ["a", "b"]}, "rid: a list for a single prompt"),
+        (None, {"input_embeds": []}, "input_embeds: is empty"),
+        (None, {"input_embeds": [[]]}, "input_embeds: is empty"),
+        (None, {"sampling_params": [{}]}, "a list of 1 for a single prompt"),
+        (2, {"sampling_params": []}, "a list of 0 for a batch of 2"),
+        (2, {"sampling_params": [{}, None]}, "an object is wanted, and None is none"),
+        (None, {"sampling_params": {"n": 0}}, "n = 0; give a whole number"),
+        (2, {"sampling_params": [{}, {"n": -1}]}, "n = -1; give"),
+        (None, {"sampling_params": {"n": "1" * 500}}, "^.{,200}$"),
+        (None, {"sampling_params": {"stop_regex": "("}}, r"stop_regex '\(' is no regular expression: missing"),
+        (None, {"sampling_params": {"stop_regex": ["a", 5]}}, "stop_regex 5 is no regular expression"),
+    ],
+)
+def test_fields_that_do_not_fit_the_prompts_are_named(prompts, fields, says):
+    with pytest.raises(ValueError, match=says):
+        check_shapes(fields.get, prompts)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "fields"),
+    [
+        (None, {}),
+        (None, {"rid": "a", "sampling_params": {"n": 2, "stop_regex": ["a+", "b"]}}),
+        (2, {"rid": ["a", "b"], "sampling_params": [{"n": None}, {"stop_regex": "x"}]}),
+        (2, {"sampling_params": {}}),
+    ],
+)
+def test_fields_that_fit_pass(prompts, fields):
+    check_shapes(fields.get, prompts)
