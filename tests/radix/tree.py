@@ -2,7 +2,7 @@
 
 Every token's KV is a number made of its namespace and of all tokens up to it, so that any slot of the pool, on the GPU
 or in host memory, can be told right or wrong by looking at it: :meth:`Tree.check` does, with every invariant, at any
-moment.
+moment (``tree_checks``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import zlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,7 +21,6 @@ import torch
 from safetensors.torch import save_file
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from benchmarks.standalone_cache import build_cache
 from sglang_lora_tree.adapters.adapter import Adapter, load_adapter
@@ -33,6 +31,9 @@ from sglang_lora_tree.radix.identity import canonical_members, mix_identity, nam
 from sglang_lora_tree.radix.layout import Outline, Packer
 from sglang_lora_tree.radix.residency import Demand, Residency
 from sglang_lora_tree.radix.store import AdapterStore, Registration
+
+from . import tree_checks
+from .tree_checks import kv_values
 
 BASE = BaseShape.from_hf_config(
     {
@@ -73,16 +74,6 @@ def write_adapter(
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
-
-
-def kv_values(key: str | None, tokens: Sequence[int]) -> torch.Tensor:
-    """What the KV of each token looks like: float32 (tokens,), never 0, exact."""
-    state = zlib.crc32(repr(key).encode())
-    values = []
-    for token in tokens:
-        state = zlib.crc32(token.to_bytes(8, "little", signed=True), state)
-        values.append(1 + state % (1 << 20))
-    return torch.tensor(values, dtype=torch.float32)
 
 
 class LazyFuture(Future):
@@ -153,6 +144,15 @@ class Tree:
         """Slots that running requests own and the tree does not."""
         self.adapters: dict[str, Adapter] = {}
         """Every adapter ever loaded, by identity: what its rows must look like."""
+        self.rows: dict[str, torch.Tensor] = {}
+        """Their planes (2L, n, W), as far as they have been checked."""
+
+    check = tree_checks.check
+    check_usable = tree_checks.check_usable
+    check_nothing_is_locked = tree_checks.check_nothing_is_locked
+    check_everything_can_go = tree_checks.check_everything_can_go
+    describe = tree_checks.describe
+    nodes = tree_checks.nodes
 
     def __enter__(self) -> Tree:
         return self
@@ -271,154 +271,9 @@ class Tree:
         self.cache.reset()
         self.allocator.clear()
 
-    # ---- Checks ----
-
-    def check(self) -> None:
-        """Every invariant, and every byte that is said to be in place."""
-        self.core.check_invariants()
-        assert self.core.count_invalid_kv() == 0
-        if not self.cache.ongoing_load_back and not self.cache.ongoing_write_through:
-            self.cache.sanity_check()  # SGLang's own; it does not know copies under way
-        for mix in self.core.lora_nodes.values():
-            if mix.is_resident and mix.is_locked:
-                unlocked = [member for member in mix.members if not self.core.lora_nodes[member].is_locked]
-                assert not unlocked, f"{mix.identity} is in use, and {unlocked} count as evictable"
-        self._check_slots()
-        self._check_table()
-        self._check_rows()
-
-    def _check_slots(self) -> None:
-        cache, page = self.cache, self.page_size
-        private = [slot for slots in self.private.values() for slot in slots]
-        total = cache.num_free_slots + cache.evictable_size() + cache.protected_size() + len(private)
-        assert total == cache.num_pool_slots, f"{total} slots accounted for, of {cache.num_pool_slots}"
-        in_tree = [int(slot) for node in self.nodes() for slot in _value(node, "value")]
-        free = self.allocator.free_pages.tolist() if page == 1 else self.allocator.get_all_free_pages().tolist()
-        if page == 1:
-            free += self.allocator.release_pages.tolist()
-        else:
-            free = [page_id * page + offset for page_id in free for offset in range(page)]
-        owners = sorted(in_tree + private + free)
-        assert owners == list(range(page, cache.num_pool_slots + page)), "a slot has two owners, or none"
-        host = cache.host_pool
-        on_host = [int(slot) for node in self.nodes() for slot in _value(node, "host_value")]
-        assert len(on_host) == len(set(on_host)), "a host slot has two owners"
-        reading = sum(self._rows(name).shape[1] for name in self.residency._reading)
-        used = host.size - host.available_size()
-        assert used == len(on_host) + reading, f"{used} host slots used, {len(on_host)} in the tree, {reading} read"
-
-    def _check_table(self) -> None:
-        residency, table = self.residency, self.table
-        resident = {
-            identity: node for identity, node in self.core.lora_nodes.items() if node.is_resident and not node.is_mix
-        }
-        assert residency._indices.keys() == resident.keys(), "the table's adapters are not the residents"
-        indices = list(residency._indices.values())
-        assert sorted(indices + residency._free_indices) == list(range(table.capacity)), "an index is lost or shared"
-        table.flush()
-        for identity, index in residency._indices.items():
-            first, count = int(table.first_slot[index]), int(table.slot_count[index])
-            slots = table.slots[first : first + count]
-            assert torch.equal(slots.long(), resident[identity].device_slots), f"{identity}: the table has other slots"
-            outline = Outline.of(self.adapters[identity], self.base.num_layers)
-            assert torch.equal(table.rank[index], torch.from_numpy(outline.rank))
-            assert torch.equal(table.scaling[index], torch.from_numpy(outline.scaling))
-            row_start = self.packer.plan(outline).row_start
-            assert torch.equal(table.row_start[index], torch.from_numpy(row_start))
-        for index in residency._free_indices:
-            assert int(table.slot_count[index]) == 0, f"free index {index} still has slots"
-
-    def _check_rows(self) -> None:
-        loading = bool(self.cache.cache_controller.load_queue or self.cache.delayed_loads)
-        for lora_node in self.core.lora_nodes.values():
-            if lora_node.is_mix:
-                continue
-            expected = self._rows(lora_node.identity)
-            if lora_node.host_slots is not None:
-                self._compare(self.host_planes, lora_node.host_slots, expected, f"{lora_node.identity} in host memory")
-            if lora_node.is_resident and not loading:
-                self._compare(self.device_planes, lora_node.device_slots, expected, f"{lora_node.identity} on the GPU")
-        for node in self.nodes():
-            if self.core.find(node.id) is not None:
-                continue
-            tokens = list(node.key.raw_token_ids())
-            above = node.parent
-            while above.parent is not None and self.core.find(above.id) is None:
-                tokens = list(above.key.raw_token_ids()) + tokens
-                above = above.parent
-            expected = kv_values(node.key.extra_key, tokens)[-len(node.key) :]
-            if not loading:
-                self._compare_kv(self.device_planes, _value(node, "value"), expected, f"KV node {node.id} on the GPU")
-            if node.write_through_pending_id is None:
-                where = f"KV node {node.id} in host memory"
-                self._compare_kv(self.host_planes, _value(node, "host_value"), expected, where)
-
-    def _rows(self, identity: str) -> torch.Tensor:
-        """An adapter's planes (2L, n, W)."""
-        known = self.__dict__.setdefault("_known_rows", {})
-        if identity not in known:
-            planes = self.packer.pack(self.adapters[identity], torch.float32)
-            planes = planes.view(self.packer.pool.num_planes, -1, self.packer.pool.width)
-            known[identity] = planes
-        return known[identity]
-
-    @staticmethod
-    def _compare(planes: Sequence[torch.Tensor], slots: torch.Tensor, expected: torch.Tensor, where: str) -> None:
-        found = torch.stack([plane[slots] for plane in planes])
-        assert torch.equal(found, expected), f"wrong rows: {where}"
-
-    @staticmethod
-    def _compare_kv(planes: Sequence[torch.Tensor], slots: torch.Tensor, expected: torch.Tensor, where: str) -> None:
-        if len(slots) == 0:
-            return
-        found = torch.stack([plane[slots] for plane in planes])
-        assert bool((found == expected[None, :, None]).all()), f"wrong KV: {where}"
-
-    def check_usable(self, demand: Demand | None) -> None:
-        """What a request computes with must be in place the moment it runs, not on its way."""
-        for identity in () if demand is None else demand.members:
-            lora_node = self.core.lora_nodes[identity]
-            assert lora_node.is_resident and identity in self.residency._indices, f"{identity} is not on the GPU"
-            self._compare(self.device_planes, lora_node.device_slots, self._rows(identity), f"{identity} in use")
-
-    def nodes(self) -> Iterable[Any]:
-        return [node for node in self.core._node_arena.values() if node is not self.core.virtual_root]
-
-    def describe(self) -> str:
-        """What has slots, for messages."""
-        parts = [f"{self.cache.num_free_slots} free", f"private {({k: len(v) for k, v in self.private.items()})}"]
-        for node in self.nodes():
-            data = node.component_data[ComponentType.FULL]
-            lora_node = self.core.find(node.id)
-            kind = "kv" if lora_node is None else "mix" if lora_node.is_mix else "adapter"
-            slots = f"{len(_value(node, 'value'))}+{len(_value(node, 'host_value'))}"
-            loading = " loading" if node.id in self.cache.ongoing_load_back else ""
-            parts.append(f"{kind} {node.id} {slots} locks {data.lock_ref},{data.host_lock_ref}{loading}")
-        return "; ".join(parts)
-
-    def check_nothing_is_locked(self) -> None:
-        for node in self.nodes():
-            data = node.component_data[ComponentType.FULL]
-            assert data.lock_ref == 0 and data.host_lock_ref == 0, f"node {node.id} is still locked"
-
-    def check_everything_can_go(self) -> None:
-        """Evict all, on the GPU and in host memory: nothing may be left that only a restart would free."""
-        self.check_nothing_is_locked()
-        self.cache.evict_some(self.cache.num_pool_slots)
-        assert self.cache.num_free_slots == self.cache.num_pool_slots
-        self.cache.evict_host(self.cache.host_pool.size)
-        assert self.cache.host_pool.available_size() == self.cache.host_pool.size
-        assert not self.core.lora_nodes and not list(self.nodes())
-
-
 def _planes(keys: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """A pool as 2L planes (slots, W): K and V of each layer in turn."""
     return [plane.view(plane.shape[0], -1) for pair in zip(keys, values, strict=True) for plane in pair]
-
-
-def _value(node: Any, name: str) -> torch.Tensor:
-    value = getattr(node.component_data[ComponentType.FULL], name)
-    return torch.empty(0, dtype=torch.int64) if value is None else value
 
 
 @dataclass(eq=False, repr=False)
