@@ -158,7 +158,7 @@ class Residency(Tiers):
             has_lost: whether requests may have left the queue since the last pass, other than by :meth:`note_admitted`.
         """
         self._waiting = waiting
-        if (has_lost and (self._holds or self._passes_waited or self._first_look)) or self._failures:
+        if has_lost and (self._holds or self._failures or self._passes_waited or self._first_look):
             self._forget_absent(set(self._order))
         # Few requests have found no room; the whole queue is looked through only if one of them has lost patience.
         waited, patience = self._passes_waited, self.settings.patience_passes

@@ -70,6 +70,20 @@ def test_a_base_request_without_room_is_not_starved_by_adapters(make_tree) -> No
     assert "base" in loop.admitted
 
 
+def test_nothing_is_kept_of_the_admitted_even_if_nobody_looks_who_is_gone(make_tree, monkeypatch) -> None:
+    """While nobody leaves the queue but by being admitted, a pass need not go through it."""
+    tree = make_tree("abcde", pool_slots=2 * 16 + 24)
+    residency, begin_pass = tree.residency, tree.residency.begin_pass
+    monkeypatch.setattr(residency, "begin_pass", lambda waiting: begin_pass(waiting, has_lost=False))
+    loop = Loop(tree, ratio=0.2)
+    for number in range(20):
+        loop.submit(str(number), {"abcde"[number % 5]: 1.0}, [number, *range(5)], num_new=12)
+    loop.run(800)
+    assert len(loop.finished) == 20 and loop.retractions
+    assert not residency._holds and not residency._passes_waited and not residency._first_look
+    finish(tree, loop)
+
+
 def test_mixes_that_share_members_all_finish(make_tree) -> None:
     tree = make_tree("abcd", pool_slots=3 * SLOTS + 16)
     loop = Loop(tree)
