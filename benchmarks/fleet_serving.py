@@ -141,7 +141,7 @@ def measure_cases(
         note = f"{scale.num_adapters} adapters of rank {scale.rank}, pool of {pools[case]} slots for "
         note += f"{original_slots:.0f} of originals, {scale.num_requests} requests of {scale.num_prompt} + "
         note += f"{scale.num_new} tokens, median of {ROUNDS} rounds; swap-ins per round: "
-        original = None
+        original: float | None = None
         try:
             for fleet, speed, swaps in serve(server, scale, fleets):
                 limit = f"ratio >= {scale.wanted}" if original and case == "scarce" and scale.wanted else None

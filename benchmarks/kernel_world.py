@@ -217,13 +217,13 @@ def time_graph(step: Callable[[], None], repeats: int = 20, rounds: int = 5) -> 
         graph.replay()
     times = []
     for _ in range(rounds):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
         for _ in range(repeats):
             graph.replay()
-        end.record()
+        after.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / repeats)
+        times.append(before.elapsed_time(after) / repeats)
     return statistics.median(times)
 
 

@@ -67,7 +67,7 @@ class Workload:
         size = max(1, int(rate * seconds))
         sizes = []
         for start in range(0, max(len(self.jobs) - size, 0) + 1, size):
-            used = set()
+            used: set[tuple[int, int]] = set()
             for job in self.jobs[start : start + size]:
                 used.update((job.adapter, token) for token in (*job.prompt, *job.answer))
             sizes.append(len(used))
@@ -75,7 +75,8 @@ class Workload:
 
     def capacity(self) -> float:
         """Requests a second if every prefix were found: a prefill step of its own for what is new, a share of decode steps."""
-        costs, seen = CONSTANTS["costs"], set()
+        costs = CONSTANTS["costs"]
+        seen: set[tuple[int, int]] = set()
         seconds = 0.0
         for job in self.jobs:
             new = [token for token in job.prompt if (job.adapter, token) not in seen]

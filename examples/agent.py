@@ -1,6 +1,6 @@
 """A multi-turn agent in sglang.lang that changes adapters from call to call and turns back to earlier ones.
 
-Start a server, with the model and adapters of this folder or with your own, then run the agent::
+Start the server of README.md (or one with your own model and adapters), then run the agent::
 
     python -m sglang.launch_server --model-path examples/embedded_model/model --lora-tree \
         --lora-paths math=examples/embedded_model/adapters/math json=examples/embedded_model/adapters/json \
@@ -12,10 +12,11 @@ adapters that computed it, so a turn finds what earlier turns under the same mix
 """
 
 import argparse
+from typing import Any
 
 from sglang.lang.chat_template import ChatTemplate, register_chat_template
 
-from sglang_lora_tree.lang import RuntimeEndpoint, assistant, function, gen, user
+from sglang_lora_tree.lang import Adapters, RuntimeEndpoint, assistant, function, gen, user
 
 # The chat format of examples/embedded_model. For another model give --chat-template (see sglang.lang.chat_template).
 register_chat_template(
@@ -26,7 +27,7 @@ register_chat_template(
     )
 )
 
-TURNS = [
+TURNS: list[tuple[str, Adapters]] = [
     ("Nora lives in Oslo. Ivan likes soup. Where does Nora live?", None),
     ("What does Ivan like?", "json"),
     ("Ivan has 12 pears and gets 30 pears. How many pears does Ivan have?", "math"),
@@ -36,11 +37,11 @@ TURNS = [
     ("How many coins does Ivan have?", {"math": 0.7, "json": 0.3}),
     ("Tell me what Ivan likes.", None),
 ]
-REVIEWERS = ["polite", "json", {"polite": 0.5, "json": 0.5}]
+REVIEWERS: list[Adapters] = ["polite", "json", {"polite": 0.5, "json": 0.5}]
 
 
 @function
-def agent(s):
+def agent(s: Any) -> None:
     for number, (question, adapters) in enumerate(TURNS):
         name = f"turn{number}"
         s += user(question) + assistant(gen(name, adapters=adapters))
@@ -55,12 +56,12 @@ def agent(s):
         show(adapters, review.get_meta_info("review"), review["review"])
 
 
-def show(adapters, meta, answer):
+def show(adapters: Adapters, meta: dict[str, Any], answer: str) -> None:
     reused = f"{meta['cached_tokens']:4d} of {meta['prompt_tokens']:4d} prompt tokens from history KV"
     print(f"{adapters or 'base'!s:32} {reused}  {answer!r}")
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://localhost:30000")
     parser.add_argument("--chat-template", default="embedded")

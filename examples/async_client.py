@@ -2,18 +2,19 @@
 
     python examples/async_client.py --url http://localhost:30000
 
-The server is the one of examples/agent.py. All of these run in one batch on the server.
+The server is that of README.md, or any with two adapters. All of these run in one batch there.
 """
 
 import argparse
 import asyncio
+from typing import Any
 
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
 QUESTION = "Ivan has 12 pears and gets 30 pears. How many pears does Ivan have?"
 
 
-async def ask(client, model, extra_body=None):
+async def ask(client: AsyncOpenAI, model: str, extra_body: dict[str, Any] | None = None) -> tuple[str, Any, str]:
     messages = [{"role": "user", "content": QUESTION}]
     stream = await client.chat.completions.create(
         model=model, messages=messages, temperature=0, max_tokens=48, stream=True, extra_body=extra_body
@@ -22,14 +23,14 @@ async def ask(client, model, extra_body=None):
     return model, extra_body, "".join(chunks)
 
 
-async def main():
+async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://localhost:30000")
     client = AsyncOpenAI(base_url=f"{parser.parse_args().url}/v1", api_key="none")
     cards = (await client.models.list()).data
     base = next(card.id for card in cards if card.parent is None)
     first, second = [card.id for card in cards if card.parent is not None][:2]
-    requests = [
+    requests: list[tuple[str, dict[str, Any] | None]] = [
         (base, None),
         (first, None),
         (f"{base}:{second}", None),

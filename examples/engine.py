@@ -1,7 +1,7 @@
 """Mixes without a server: ``sgl.Engine(lora_tree=...)`` in this process, one batch with a different mix per prompt.
 
-python examples/engine.py
-python examples/engine.py --model-path MODEL --lora math=FOLDER json=FOLDER
+    python examples/engine.py
+    python examples/engine.py --model-path MODEL --lora math=FOLDER json=FOLDER
 """
 
 import argparse
@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent / "embedded_model"
 QUESTION = "<|user|>Ivan has 12 pears and gets 30 pears. How many pears does Ivan have?<|assistant|>"
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", default=str(FOLDER / "model"))
     parser.add_argument(

@@ -49,6 +49,7 @@ from sglang.lang.interpreter import StreamExecutor
 from sglang.lang.ir import SglArgument, SglExpr, SglGen, SglSelect
 
 __all__ = [
+    "Adapters",
     "RuntimeEndpoint",
     "assistant",
     "assistant_begin",
