@@ -46,6 +46,17 @@ def test_examples_run(live: Live, example: str) -> None:
 
 
 @on("embedded")
+@pytest.mark.parametrize("number", [0, 1], ids=["openai", "language"])
+def test_samples_of_the_readme_run(live: Live, number: int) -> None:
+    """As they stand, but for address and model; the mix answers in json's form."""
+    sample = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "README.md").read_text(encoding="utf-8"), re.DOTALL)[number]
+    sample = sample.replace("http://localhost:30000", live.server.url).replace('"tiny', f'"{Client(live).base}')
+    result = subprocess.run([sys.executable, "-c", sample], capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert '{"name": "Tom", "plums":' in result.stdout, result.stdout
+
+
+@on("embedded")
 def test_language(live: Live) -> None:
     """sglang.lang with adapters per call: in forks, in a batch whose items have mixes of their own, and in select."""
     from sglang_lora_tree.lang import RuntimeEndpoint, function, gen
