@@ -112,7 +112,14 @@ def _workload(name: str, adapters: int, spread: str) -> tuple[Workload, float, i
     return workload, top, slots
 
 
-# ---- The four parts ----
+# ---- The parts ----
+
+
+def _usual(workload: str, policy: str, **changes: Any) -> Case:
+    """What all parts but rates and adapters vary from."""
+    return Case(
+        workload, _DESIGN["adapters"], _DESIGN["spread"], CONSTANTS["pool_shares"][0], _DESIGN["rate"], policy, **changes
+    )
 
 
 def rates() -> Iterator[Case]:
@@ -134,25 +141,21 @@ def adapters() -> Iterator[Case]:
 def all_policies() -> Iterator[Case]:
     for workload in WORKLOADS:
         for policy in ALL:
-            yield Case(workload, _DESIGN["adapters"], _DESIGN["spread"], CONSTANTS["pool_shares"][0], _DESIGN["rate"], policy)
+            yield _usual(workload, policy)
 
 
 def sensitivity() -> Iterator[Case]:
     for workload in _DESIGN["sensitivity_workloads"]:
-        base = (workload, _DESIGN["adapters"], _DESIGN["spread"], CONSTANTS["pool_shares"][0], _DESIGN["rate"], "eval")
         for name, values in _DESIGN["sensitivity"].items():
             for value in values:
-                if name == "plan_period":
-                    yield Case(*base, plan_period=value)
-                else:
-                    yield Case(*base, parameters=((name, value),))
+                changes = {"plan_period": value} if name == "plan_period" else {"parameters": ((name, value),)}
+                yield _usual(workload, "eval", **changes)
 
 
 def no_plans() -> Iterator[Case]:
     """What Eval does without the advisor, to be compared with its run in the part ``all``."""
     for workload in WORKLOADS:
-        base = (workload, _DESIGN["adapters"], _DESIGN["spread"], CONSTANTS["pool_shares"][0], _DESIGN["rate"], "eval")
-        yield Case(*base, plan_period=None)
+        yield _usual(workload, "eval", plan_period=None)
 
 
 PARTS: dict[str, Callable[[], Iterator[Case]]] = {
