@@ -122,56 +122,37 @@ class KernelWorld:
         pairs.update(seg_lens, mixes)
         return pairs
 
-    def make_step(
-        self,
-        tokens: int,
-        pairs: Pairs | None,
-        *,
-        base: bool = True,
-        overlap: bool = False,
-        with_shrink: bool = True,
-        with_expand: bool = True,
-        fuse: bool = True,
-    ) -> Callable[[], None]:
+    def make_step(self, tokens: int, pairs: Pairs | None, overlap: bool = False) -> Callable[[], None]:
         """All linear layers of a forward pass over `tokens` tokens, with the batch's adapters unless `pairs` is None.
 
-        Args:
-            base: with the base model's matrix products.
-            overlap: shrink on a stream of its own, beside the base product.
-            fuse: gate and up are finished by the activation (which the base model has too).
+        overlap: shrink on a stream of its own, beside the base product.
         """
         xs = [torch.randn(tokens, layer.d_in, dtype=self.dtype, device=self.device) for layer in self.shape]
         ys = [torch.zeros(tokens, sum(layer.widths), dtype=self.dtype, device=self.device) for layer in self.shape]
+        side = self.side if overlap else None
 
         def step() -> None:
             for number in range(self.num_layers):
                 for layer, x, y, weight in zip(self.shape, xs, ys, self.weights[number], strict=True):
-                    if base and tokens <= 256:
+                    if tokens <= 256:
                         x.neg_()  # a model has a norm, a rotation or an activation before every product
-                    shrunk = None
-                    if pairs is not None and with_shrink:
-                        if overlap:
-                            assert self.side is not None
-                            self.side.wait_stream(torch.cuda.current_stream())
-                            with torch.cuda.stream(self.side):
-                                shrunk = shrink(x, self.table, self.pool, pairs, number, layer.modules, layer.widths)
-                        else:
-                            shrunk = shrink(x, self.table, self.pool, pairs, number, layer.modules, layer.widths)
-                    if base:
-                        torch.mm(x, weight.T, out=y)
                     activates = len(layer.modules) == 2
-                    if overlap and pairs is not None and self.side is not None:
-                        torch.cuda.current_stream().wait_stream(self.side)
-                    if pairs is not None and with_expand and activates and fuse:
-                        assert shrunk is not None
+                    if pairs is None:
+                        torch.mm(x, weight.T, out=y)
+                        if activates:
+                            silu_and_mul(y)
+                        continue
+                    if side is not None:
+                        side.wait_stream(torch.cuda.current_stream())
+                    with torch.cuda.stream(side):
+                        shrunk = shrink(x, self.table, self.pool, pairs, number, layer.modules, layer.widths)
+                    torch.mm(x, weight.T, out=y)
+                    if side is not None:
+                        torch.cuda.current_stream().wait_stream(side)
+                    if activates:
                         expand_and_activate(shrunk, y, self.table, self.pool, pairs)
-                        continue
-                    if activates and base:
-                        silu_and_mul(y)
-                    if pairs is None or not with_expand:
-                        continue
-                    assert shrunk is not None
-                    expand(shrunk, y, self.table, self.pool, pairs, layer.offsets)
+                    else:
+                        expand(shrunk, y, self.table, self.pool, pairs, layer.offsets)
 
         return step
 
