@@ -74,14 +74,15 @@ class ReuseTable:
         return self.values[kind][bucket_of(age)]
 
     def _work_out(self) -> Iterator[None]:
-        """In steps of some five microseconds, fewer than there are events until the next time."""
+        """In about ninety steps of 5 to 30 microseconds, all done long before the next time; values are known after forty."""
         known, group_uses, group_times = [], self._zeros(), self._zeros()
         for uses, ends, group in zip(self._uses, self._ends, self._group_of, strict=True):
             times = _time_in_buckets(ends)
             known.append((list(uses), times))  # events go on meanwhile
             _add(group_uses[group], uses)
             _add(group_times[group], times)
-            yield
+            if len(known) % 2 == 0:
+                yield
         group_rates = []
         for group_use, group_time in zip(group_uses, group_times, strict=True):
             group_rates.append(_group_rates(group_use, group_time))
@@ -90,14 +91,8 @@ class ReuseTable:
         for (uses, times), group in zip(known, self._group_of, strict=True):
             rows = zip(uses, times, group_rates[group], strict=True)
             rates = [(use + _GROUP) / (time + _GROUP / rate) for use, time, rate in rows]
+            values.append(list(gittins(rates, _WIDTHS))[::-1])
             yield
-            column: list[float] = []
-            for value in gittins(rates, _WIDTHS):
-                column.append(value)
-                if len(column) % 10 == 0:
-                    yield
-            column.reverse()
-            values.append(column)
         self.values = values
         for counts in (*self._uses, *self._ends):
             yield
