@@ -274,14 +274,14 @@ def time_baseline(
 # Correctness
 
 
-def worst_errors(pairs: Sequence[Pair], room: Room, sigma: torch.Tensor, count: int = 7) -> tuple[float, float]:
-    """Against float64 on `count` modules, next to the largest singular value.
+def worst_errors(pairs: Sequence[Pair], room: Room, sigma: torch.Tensor) -> tuple[float, float]:
+    """Against float64 on the first 7 modules (a layer's), next to the largest singular value.
 
     Returns the largest error of a singular value, and of the product of the first k directions beside the truncated SVD
     (Frobenius), k = rank / 12 and k = rank.
     """
     sigma_error = product_error = 0.0
-    for index in range(0, min(count, len(pairs))):
+    for index in range(min(7, len(pairs))):
         a, b = (factor.double() for factor in pairs[index])
         q_b, r_b = torch.linalg.qr(b)
         q_a, r_a = torch.linalg.qr(a.T)

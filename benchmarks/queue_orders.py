@@ -37,6 +37,8 @@ ADAPTER_BYTES = 640 * 131_072
 NUM_ADAPTERS, NUM_ON_GPU, NUM_ON_HOST = 200, 32, 100
 PROMPT, OUTPUT = 512, 64
 """Mean tokens; both are drawn from geometric distributions."""
+MOST_ADAPTERS = 256
+"""In one batch: what ``--max-loras-per-batch`` is unless set."""
 CHUNK = 8192
 """Prompt tokens of one prefill batch."""
 NUM_REQUESTS = 3000
@@ -169,7 +171,7 @@ class Advice:
                 self._ahead[name] = now + self._grace
 
 
-def simulate(trace: Iterable[Request], settings: Settings, per_batch: int = 256, parts: Container[str] = ()) -> Outcome:
+def simulate(trace: Iterable[Request], settings: Settings, parts: Container[str] = ()) -> Outcome:
     """Serve a trace; the loop is SGLang's: prompts first while there is room, then a step of everybody.
 
     Args:
@@ -200,7 +202,7 @@ def simulate(trace: Iterable[Request], settings: Settings, per_batch: int = 256,
             advice.step(queue, waiting, running, now)
         admitted: list[Request] = []
         if waiting and len(running) < COSTS["max_running"]:
-            waiting, admitted = _admit(queue, tier, waiting, running, now, settings, per_batch, outcome)
+            waiting, admitted = _admit(queue, tier, waiting, running, now, settings, outcome)
         if admitted:
             tokens = sum(request.prompt for request in admitted)
             if queue.control is not None:
@@ -242,14 +244,13 @@ def _admit(
     running: list[Request],
     now: float,
     settings: Settings,
-    per_batch: int,
     outcome: Outcome,
 ) -> tuple[list[Request], list[Request]]:
     """One pass over the queue."""
     window, rest = queue.split(waiting), waiting
     in_use = {member for request in running for member in request.members}
     window = queue.arrange(sorted(window, key=arrival_of), Situation(now, frozenset(in_use), tier.gpu), object())
-    limit = min(per_batch, settings.cluster_adapters) if settings.queue_order == "clusters" else per_batch
+    limit = settings.cluster_adapters if settings.queue_order == "clusters" else MOST_ADAPTERS
     admitted: list[Request] = []
     tokens = 0
     held = set(in_use)

@@ -78,7 +78,7 @@ def _jacobi_kernel(  # type: ignore[no-untyped-def]
     tl.store(sweeps + matrix, tl.where(settled, sweep, -1))
 
 
-def svd(matrices: torch.Tensor, *, num_warps: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def svd(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Singular value decomposition H = U diag(sigma) V^T in float64.
 
     Parameters
@@ -98,7 +98,7 @@ def svd(matrices: torch.Tensor, *, num_warps: int | None = None) -> tuple[torch.
     assert 2 <= size <= LARGEST_RANK and size & (size - 1) == 0, f"size {size} is no power of two up to {LARGEST_RANK}"
     norms = torch.linalg.matrix_norm(matrices.double())
     scaled = matrices.double() / norms.clamp_min(torch.finfo(torch.float64).tiny)[:, None, None]
-    columns, sweeps = orthogonal_columns(scaled, num_warps)
+    columns, sweeps = orthogonal_columns(scaled)
     failed = sweeps < 0
     lengths = torch.linalg.vector_norm(columns, dim=-1)
     sigma, order = torch.where(lengths * lengths > NEGLIGIBLE, lengths, 0).sort(dim=-1, descending=True, stable=True)
@@ -116,7 +116,7 @@ def svd(matrices: torch.Tensor, *, num_warps: int | None = None) -> tuple[torch.
 def orthogonal_columns(matrices: torch.Tensor, num_warps: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """U sigma, unsorted, of float64 matrices (M, n, n) of norm 1; and the sweeps that each took, int32 (M,), -1: unsettled.
 
-    Column i is row i of the result (M, n, n).
+    Column i is row i of the result (M, n, n). num_warps: benchmarks/fleet.py tries others.
     """
     size = matrices.shape[-1]
     order = torch.linalg.vector_norm(matrices, dim=-1).argsort(dim=-1, descending=True)[:, :, None].expand_as(matrices)

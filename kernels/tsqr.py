@@ -83,22 +83,17 @@ def _gram_kernel(  # type: ignore[no-untyped-def]
     tl.store(target + column[:, None] * R + column[None, :], total)
 
 
-def gram(
-    batch: TallBatch, *, block_rows: int = BLOCK_ROWS, num_warps: int | None = None, num_stages: int = NUM_STAGES
-) -> torch.Tensor:
-    """X^T X of every matrix, float64 (M, R, R). See tsqr_reference.gram; its sums are added in another order.
-
-    block_rows, num_warps, num_stages: how the kernel is launched; benchmarks/fleet.py tries others.
-    """
+def gram(batch: TallBatch) -> torch.Tensor:
+    """X^T X of every matrix, float64 (M, R, R). See tsqr_reference.gram; its sums are added in another order."""
     _check_rank(batch)
     splits = _splits(batch)
     size = batch.padded_rank
     out = torch.empty(len(batch), splits, size, size, dtype=torch.float64, device=batch.device)
     _gram_kernel[len(batch), splits](
         batch.addresses, batch.rows, batch.ranks, out,
-        DTYPE=_triton_dtype(batch.dtype), WIDE=batch.wide, R=size, SPLITS=splits, BLOCK=block_rows,
+        DTYPE=_triton_dtype(batch.dtype), WIDE=batch.wide, R=size, SPLITS=splits, BLOCK=BLOCK_ROWS,
         ALIGNED=batch.aligned, COMPILED=not interpreted(),
-        num_warps=num_warps or (8 if size > 64 else 4), num_stages=num_stages,
+        num_warps=8 if size > 64 else 4, num_stages=NUM_STAGES,
     )  # fmt: skip
     return out.sum(1) if splits > 1 else out.squeeze(1)
 
@@ -143,13 +138,7 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
 
 
 def apply(
-    batch: TallBatch,
-    coefficients: torch.Tensor,
-    kept: Sequence[int],
-    out: Sequence[torch.Tensor],
-    *,
-    block_rows: int | None = None,
-    num_warps: int | None = None,
+    batch: TallBatch, coefficients: torch.Tensor, kept: Sequence[int], out: Sequence[torch.Tensor]
 ) -> None:
     """Write X_m C_m[:, :kept_m] of every matrix: Q applied to a small matrix without forming Q. See tsqr_reference.apply."""
     size = batch.padded_rank
@@ -163,9 +152,9 @@ def apply(
         torch.tensor(addresses, dtype=torch.int64).to(batch.device),
         torch.tensor(kept, dtype=torch.int32).to(batch.device),
         DTYPE=_triton_dtype(batch.dtype), OUT_DTYPE=_triton_dtype(out[0].dtype), WIDE=batch.wide, R=size,
-        K=block_kept, SPLITS=splits, BLOCK=block_rows or (32 if size > 64 else APPLY_BLOCK_ROWS),
+        K=block_kept, SPLITS=splits, BLOCK=32 if size > 64 else APPLY_BLOCK_ROWS,
         ALIGNED=batch.aligned and all(address % 16 == 0 for address in addresses),
-        num_warps=num_warps or (8 if size > 64 else 4),
+        num_warps=8 if size > 64 else 4,
     )  # fmt: skip
 
 
