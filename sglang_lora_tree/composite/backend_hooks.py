@@ -91,7 +91,7 @@ class LoraTreeBackend(BaseLoRABackend):
         super().__init__(max_loras_per_batch, device)
         global _current
         _current = self
-        # Only if asked for by name, although it is SGLang's default: long prefills gain nothing, and the start is a minute longer.
+        # Only if asked for by name, although it is SGLang's default: long prefills gain nothing, and starting takes longer.
         self.supports_prefill_cuda_graph = getattr(server_args, "cuda_graph_backend_prefill", None) == "breakable"
         self.table: AdapterTable | None = None
         self.pool: PoolView | None = None
