@@ -16,6 +16,8 @@ from typing import Any
 
 from sglang_lora_tree.composite.mix import Mix, MixError, decode_json, is_one_mix, parse_mix, refuse_repeats
 
+HEALTH_CHECK = "HEALTH_CHECK"
+"""How ids of SGLang's own health checks begin."""
 MIX_FIELDS = ("lora_path", "lora", "merged_adapters")
 
 
@@ -78,6 +80,7 @@ def take_mixes(
         MixError: a malformed field, a list that does not fit the batch, or fields that disagree.
     """
     refuse_lora_id(body.get("lora_id"))
+    refuse_rid(body.get("rid"))
     prompts = count_prompts(body.get, prompt_fields)
     asked: dict[str, list[Mix | None]] = {}
     for field in MIX_FIELDS:
@@ -130,6 +133,14 @@ def refuse_lora_id(value: Any) -> None:
         raise MixError('lora_id: is internal to the server; name adapters in lora, for example {"lora": {"math": 0.7}}')
 
 
+def refuse_rid(value: Any) -> None:
+    """MixError if a request goes by a name of the server's own health checks, which a busy scheduler drops: it would wait for
+    ever, and hold its adapters."""
+    for rid in value if isinstance(value, list) else [value]:
+        if isinstance(rid, str) and rid.startswith(HEALTH_CHECK):
+            raise MixError(f"rid {rid!r:.100}: what begins with {HEALTH_CHECK} is the server's own; choose another")
+
+
 def canonical_mixes(value: Any, prompts: int | None, naming: Naming) -> str | list[str | None] | None:
     """The canonical text of a ``lora_path`` given to the Engine API; prompts is None for a single prompt."""
     return None if value is None else _agree({"lora_path": _parse_field("lora_path", value, prompts, naming)})
@@ -175,6 +186,9 @@ def check_shapes(get: Callable[[str], Any], prompts: int | None) -> None:
         samples, patterns = one.get("n", 1), one.get("stop_regex")
         if samples is not None and (not isinstance(samples, int) or samples < 1):
             raise ValueError(f"sampling_params: n = {samples!r:.100}; give a whole number of at least 1")
+        top_k = one.get("top_k")
+        if isinstance(top_k, int) and top_k >= 1 << 31:
+            raise ValueError(f"sampling_params: top_k = {top_k!r:.100}; give a number of tokens, or -1 for all")
         for pattern in patterns if isinstance(patterns, list) else [patterns or ""]:
             try:
                 re.compile(pattern)

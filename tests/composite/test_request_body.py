@@ -4,6 +4,7 @@ import pytest
 
 from sglang_lora_tree.composite.mix import MixError
 from sglang_lora_tree.composite.request_body import (
+    HEALTH_CHECK,
     Naming,
     UnknownModelError,
     canonical_mixes,
@@ -172,6 +173,7 @@ def test_an_internal_id_is_refused_whatever_its_type(value):
         (2, {"sampling_params": [{}, None]}, "an object is wanted, and None is none"),
         (None, {"sampling_params": {"n": 0}}, "n = 0; give a whole number"),
         (2, {"sampling_params": [{}, {"n": -1}]}, "n = -1; give"),
+        (None, {"sampling_params": {"top_k": 2**31}}, "top_k = 2147483648; give a number of tokens"),
         (None, {"sampling_params": {"n": "1" * 500}}, "^.{,200}$"),
         (None, {"sampling_params": {"stop_regex": "("}}, r"stop_regex '\(' is no regular expression: missing"),
         (None, {"sampling_params": {"stop_regex": ["a", 5]}}, "stop_regex 5 is no regular expression"),
@@ -186,10 +188,21 @@ def test_fields_that_do_not_fit_the_prompts_are_named(prompts, fields, says):
     ("prompts", "fields"),
     [
         (None, {}),
-        (None, {"rid": "a", "sampling_params": {"n": 2, "stop_regex": ["a+", "b"]}}),
+        (None, {"rid": "a", "sampling_params": {"n": 2, "top_k": 2**31 - 1, "stop_regex": ["a+", "b"]}}),
         (2, {"rid": ["a", "b"], "sampling_params": [{"n": None}, {"stop_regex": "x"}]}),
         (2, {"sampling_params": {}}),
     ],
 )
 def test_fields_that_fit_pass(prompts, fields):
     check_shapes(fields.get, prompts)
+
+
+@pytest.mark.parametrize("rid", ["HEALTH_CHECK_1", ["a", "HEALTH_CHECK"]])
+def test_a_request_does_not_go_for_a_health_check(rid):
+    """A busy scheduler drops these unanswered."""
+    from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+
+    assert HEALTH_CHECK_RID_PREFIX == HEALTH_CHECK
+    with pytest.raises(MixError, match="is the server's own; choose another"):
+        take({"text": "x", "rid": rid})
+    assert take({"text": "x", "rid": "math"}) is None

@@ -57,6 +57,8 @@ def test_a_request_that_would_stop_the_scheduler_is_a_400(client: Client) -> Non
         ({"input_ids": [-1]}, "there is no token -1"),
         ({"input_ids": [[1], [1000]], "lora": ["math", "json"]}, "there is no token 1000"),
         ({"text": "x", "return_logprob": True, "top_logprobs_num": 1000}, "top_logprobs_num 1000"),
+        ({"text": "x", "sampling_params": {"top_k": 2**31}}, "top_k = 2147483648"),
+        ({"text": "x", "rid": "HEALTH_CHECK_1"}, "the server's own"),
         ({"text": "x", "positional_embed_overrides": [[1, [1.0]]]}, "positional_embed_overrides"),
         ({"text": "x", "lora": [{"name": "math", "scale": 1e39}]}, "range of float32"),
     ]
