@@ -5,11 +5,11 @@ memory, and what must leave when memory is short. Files, from the bottom up:
 
 * ``agreement`` (do ranks hold the same), ``leftovers`` (files of killed servers), ``identity`` (names of subtrees), ``layout``
   (adapter <-> rows <-> slots);
-* what leaves first: ``leaf_index`` (an order of leaves), ``eval`` and ``reuse`` (what a node is worth), ``policies`` (theirs, and the
-  usual ones);
-* ``store`` (which adapters there are), and reading them: ``adapter_files`` (questions and answers), ``reader_process`` (a child that
-  answers), ``disk_reader`` (at the same step on every rank);
-* ``plain_*_hooks`` (SGLang's tree, node and component for plain KV), ``lora_*_hooks``, ``tree_core_hooks`` and ``cache_hooks`` (the
-  same with our two extra layers), ``look_ahead_hooks`` (waiting requests touch what they will use);
+* what leaves first: ``leaf_index`` (an order of leaves), ``eval`` and ``reuse`` (what a node is worth), ``policies`` (theirs and
+  the usual ones);
+* ``store`` (which adapters there are), and reading them: ``adapter_files`` (questions and answers), ``reader_process`` (a child
+  that answers), ``disk_reader`` (at the same step on every rank);
+* ``plain_*_hooks`` (SGLang's tree, node and component for plain KV), ``lora_*_hooks``, ``tree_core_hooks`` and ``cache_hooks``
+  (the same with our two extra layers), ``look_ahead_hooks`` (waiting requests touch what they will use);
 * ``tiers`` (disk, host, GPU: who is where, and the steps between), ``pins`` and ``residency`` (who may come in, and when).
 """
