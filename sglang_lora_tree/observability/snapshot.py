@@ -1,7 +1,7 @@
 """The tree as plain data: a cheap summary (``/server_info``, metrics), and its nodes (``GET /lora_tree``).
 
 Both are made in the scheduler loop, so both are bounded: the summary reads counters that SGLang and the other rooms
-keep, and looks at LoRA nodes only; the list of nodes stops after a fixed number of visits, and says so.
+keep, and looks at adapters and the mixes on the GPU only; the list of nodes stops after a fixed number of visits, and says so.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ def count_slots(residency: Residency) -> dict[str, dict[str, int]]:
     core, cache = residency.core, residency.cache
     gpu, host = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
     unlocked = 0
-    for lora_node in core.lora_nodes.values():
-        kind = "mix" if lora_node.is_mix else "adapter"
-        data = lora_node.node.component_data[0]
-        if data.value is not None:
-            gpu[kind] += len(data.value)
-            unlocked += 0 if data.lock_ref else len(data.value)
-        if data.host_value is not None:
-            host[kind] += len(data.host_value)
+    for kind, lora_nodes in (("adapter", core.adapters), ("mix", core.resident_mixes)):
+        for lora_node in lora_nodes.values():
+            if (slots := lora_node.device_slots) is not None:
+                gpu[kind] += len(slots)
+                unlocked += 0 if lora_node.is_locked else len(slots)
+    host["mix"] = (len(core.lora_nodes) - len(core.adapters)) * cache.page_size  # each has a page there
+    host["adapter"] = sum(len(lora_node.host_slots) for lora_node in core.adapters.values() if lora_node.host_slots is not None)
     host["adapter"] += residency.slots_being_read
     gpu["free"], host["free"] = cache.num_free_slots, int(cache.host_pool.available_size())
     gpu["history_kv"] = cache.full_evictable_size() - unlocked
@@ -51,8 +50,8 @@ def count_slots(residency: Residency) -> dict[str, dict[str, int]]:
 def count_adapters(residency: Residency) -> dict[str, int]:
     """Registered adapters (different bytes) by tier: gpu, loading, host, disk."""
     tiers = dict.fromkeys(("gpu", "loading", "host"), 0)
-    for lora_node in residency.core.lora_nodes.values():
-        if not lora_node.is_mix and lora_node.registered:
+    for lora_node in residency.core.adapters.values():
+        if lora_node.registered:
             tiers[residency.tier_of(lora_node.identity)] += 1
     return {**tiers, "disk": len(residency.store) - sum(tiers.values())}
 

@@ -136,11 +136,9 @@ class Tiers:
             self._layouts.pop(identity, None)
 
     def _refresh_registered(self, identity: str) -> None:
-        for lora_node in list(self.core.lora_nodes.values()):
-            if identity == lora_node.identity or identity in lora_node.members:
-                names = lora_node.members or (lora_node.identity,)
-                registered = all(self.store.get(name) is not None for name in names)
-                self.core.set_registered(lora_node.identity, registered)
+        self.core.set_registered(identity, self.store.get(identity) is not None)
+        for mix in self.core.mixes_of(identity):
+            self.core.set_registered(mix.identity, all(self.store.get(name) is not None for name in mix.members))
 
     # ---- What is where, and how large ----
 

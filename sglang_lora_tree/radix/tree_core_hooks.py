@@ -60,6 +60,10 @@ class LoraTreeCore(PlainTreeCore):
         self.retention.resident_adapters = 0
         self.virtual_root = self.root_node
         self.lora_nodes: dict[str, LoraNode] = {}
+        # Mixes come in endless variety, so what asks for some of them must not go through all.
+        self.adapters: dict[str, LoraNode] = {}
+        self.resident_mixes: dict[str, LoraNode] = {}
+        self._mixes_of: dict[str, dict[str, LoraNode]] = {}
         self._by_node: dict[int, LoraNode] = {}
 
     # ---- Second layer ----
@@ -104,9 +108,16 @@ class LoraTreeCore(PlainTreeCore):
         node.lora_node = lora_node
         node.usage.is_adapter = not members
         self.evictable_host_leaves.refresh(node)
-        self.lora_nodes[identity] = lora_node
-        self._by_node[node.id] = lora_node
+        self.lora_nodes[identity] = self._by_node[node.id] = lora_node
+        if not members:
+            self.adapters[identity] = lora_node
+        for member in members:
+            self._mixes_of.setdefault(member, {})[identity] = lora_node
         return lora_node
+
+    def mixes_of(self, identity: str) -> Iterable[LoraNode]:
+        """The mixes in the tree that an adapter is a member of, oldest first."""
+        return self._mixes_of.get(identity, {}).values()
 
     def materialize(self, lora_node: LoraNode, device_slots: torch.Tensor) -> None:
         """Put a mix node on the GPU; its page has no content, so there is nothing to copy."""
@@ -143,7 +154,10 @@ class LoraTreeCore(PlainTreeCore):
         for member in lora_node.members:
             self.lora_nodes[member].resident_mixes += 1
             self._update_evictable_leaf_sets(self.lora_nodes[member].node)
-        self.retention.resident_adapters += not lora_node.is_mix
+        if lora_node.is_mix:
+            self.resident_mixes[lora_node.identity] = lora_node
+        else:
+            self.retention.resident_adapters += 1
         self.listener.on_resident(lora_node)
 
     def note_evicted(self, lora_node: LoraNode) -> None:
@@ -153,7 +167,9 @@ class LoraTreeCore(PlainTreeCore):
             owner.resident_mixes -= 1
             assert owner.resident_mixes >= 0, f"{member} has fewer than no resident mixes"
             self._update_evictable_leaf_sets(owner.node)
-        if not lora_node.is_mix:
+        if lora_node.is_mix:
+            del self.resident_mixes[lora_node.identity]
+        else:
             self.retention.resident_adapters -= 1
             if isinstance(self.evictable_device_leaves, CandidateIndex):
                 self.evictable_device_leaves.revalue()
@@ -167,10 +183,9 @@ class LoraTreeCore(PlainTreeCore):
 
     def device_nodes_of(self, lora_node: LoraNode) -> list[UnifiedTreeNode]:
         """All nodes on the GPU that need an adapter or mix, and itself: each before those that it needs."""
-        mixes = [mix for mix in self.lora_nodes.values() if lora_node.identity in mix.members]
         return [
             node
-            for top in (*mixes, lora_node)
+            for top in (*self.mixes_of(lora_node.identity), lora_node)
             for node in reversed(list(self.subtree(top)))
             if node.component_data[BASE_COMPONENT_TYPE].value is not None
         ]
@@ -346,6 +361,12 @@ class LoraTreeCore(PlainTreeCore):
         lora_node = self._by_node.pop(node.id, None) if node.parent is self.virtual_root else None
         if lora_node is not None:
             del self.lora_nodes[lora_node.identity]
+            self.adapters.pop(lora_node.identity, None)
+            for member in lora_node.members:
+                mixes = self._mixes_of[member]
+                del mixes[lora_node.identity]
+                if not mixes:
+                    del self._mixes_of[member]
             self.listener.on_removed(lora_node)
 
     # ---- Checks ----
@@ -355,10 +376,15 @@ class LoraTreeCore(PlainTreeCore):
         assert self.root_node is self.virtual_root, "a walk left its root behind"
         mixes: dict[str, int] = dict.fromkeys(self.lora_nodes, 0)
         for lora_node in self.lora_nodes.values():
+            assert lora_node.host_slots is not None, f"{lora_node.identity} is not in host memory"
             if lora_node.is_mix and lora_node.is_resident:
                 for member in lora_node.members:
                     assert self.is_resident(member), f"{lora_node.identity} is on the GPU without {member}"
                     mixes[member] += 1
+        found = {mix.identity for mix in self.lora_nodes.values() if mix.is_mix}
+        assert found == {mix.identity for mixes in self._mixes_of.values() for mix in mixes.values()}, "mixes without edges"
+        assert set(self.adapters) == set(self.lora_nodes) - found, "adapters are not those of the tree"
+        assert set(self.resident_mixes) == {name for name in found if self.is_resident(name)}, "other mixes are on the GPU"
         for identity, count in mixes.items():
             owner = self.lora_nodes[identity]
             assert owner.resident_mixes == count, f"{identity}: {owner.resident_mixes} resident mixes noted, {count} found"
