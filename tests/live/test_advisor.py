@@ -37,12 +37,20 @@ def plans(server: Server) -> dict[str, Any]:
     return server.tree()["plans"]
 
 
+def is_alive(pid: int) -> bool:
+    """Not so if it has been killed, and nobody has noticed yet."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def until_plans_come(server: Server, after: int = 0) -> dict[str, Any]:
     """Wait for an advisor whose plans take effect, later than ``after`` plans. The loop sleeps while it is idle: wake it."""
 
     def come() -> bool:
         state = plans(server)
-        return not state["is_fallback"] and state["applied"] > after and psutil.pid_exists(state["pid"])
+        return not state["is_fallback"] and state["applied"] > after and is_alive(state["pid"])
 
     wait_until(come, PATIENCE, "no plans come")
     return plans(server)
@@ -50,7 +58,7 @@ def until_plans_come(server: Server, after: int = 0) -> dict[str, Any]:
 
 def kill(server: Server, kind: int = signal.SIGKILL) -> None:
     pid = plans(server)["pid"]
-    if pid is not None and psutil.pid_exists(pid):
+    if pid is not None and is_alive(pid):
         os.kill(pid, kind)
 
 
@@ -174,7 +182,7 @@ def killer(server: Server, count: int, kind: int = signal.SIGKILL) -> Iterator[C
     def work() -> None:
         while len(kills) < count and not stopping.wait(draw.uniform(0.5, 1.5)):
             state = plans(server)
-            if state["is_fallback"] or (kills and state["pid"] == kills[-1]) or not psutil.pid_exists(state["pid"]):
+            if state["is_fallback"] or (kills and state["pid"] == kills[-1]) or not is_alive(state["pid"]):
                 continue
             os.kill(state["pid"], kind)
             kills.append(state["pid"] if kind else None)
