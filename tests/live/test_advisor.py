@@ -45,21 +45,26 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def until_plans_come(server: Server, after: int = 0) -> dict[str, Any]:
-    """Wait for an advisor whose plans take effect, later than ``after`` plans. The loop sleeps while it is idle: wake it."""
+def until_plans_come(server: Server, after: int = 0, instead_of: int | None = None) -> dict[str, Any]:
+    """Wait for an advisor whose plans take effect, later than ``after`` plans. The loop sleeps while it is idle: wake it.
+
+    instead_of: process id of one that was killed or stopped, whose last plan may still be on its way.
+    """
 
     def come() -> bool:
         state = plans(server)
-        return not state["is_fallback"] and state["applied"] > after and is_alive(state["pid"])
+        is_other = state["pid"] != instead_of and is_alive(state["pid"])
+        return is_other and not state["is_fallback"] and state["applied"] > after
 
     wait_until(come, PATIENCE, "no plans come")
     return plans(server)
 
 
-def kill(server: Server, kind: int = signal.SIGKILL) -> None:
-    pid = plans(server)["pid"]
-    if pid is not None and is_alive(pid):
-        os.kill(pid, kind)
+def kill(server: Server, kind: int = signal.SIGKILL) -> int:
+    """The advisor whose plans rule; its process id."""
+    pid = int(until_plans_come(server)["pid"])
+    os.kill(pid, kind)
+    return pid
 
 
 def send_garbage(server: Server) -> None:
@@ -97,8 +102,8 @@ def test_killed_stopped_and_fed_with_garbage_under_load(live: Live, others: dict
         for kind in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
             time.sleep(draw.uniform(0.2, 1.5))
             send_garbage(server)
-            kill(server, kind)
-            until_plans_come(server, plans(server)["applied"])
+            killed = kill(server, kind)
+            until_plans_come(server, plans(server)["applied"], instead_of=killed)
         answers = [future.result() for future in futures]
     live.judge.check_all(cases, answers, 6)
     after = until_plans_come(server)
@@ -222,6 +227,7 @@ def test_long_run_with_twenty_kills(tmp_path: Path) -> None:
                 while kind and done() < NUM_KILLS // NUM_ROUNDS:
                     time.sleep(0.2)
             kills += done() if kind else 0
+        wait_until(lambda: plans(server)["deaths"] >= kills, PATIENCE, "not all kills were noticed")
         state = until_plans_come(server)
         server.check_at_rest()
     finally:
