@@ -25,7 +25,7 @@ import torch
 
 from benchmarks import results
 from benchmarks.llama8b import write_adapter, write_config
-from benchmarks.server import Server
+from benchmarks.server import Server, start_side_by_side
 from tests.models import ALL_LINEAR, Oracle, make_adapters, make_llama
 
 Records = list[dict[str, Any]]
@@ -117,6 +117,7 @@ def compare_oracles(oracle: Oracle, reference: Oracle, rng: random.Random) -> fl
 def small_options(work: Path) -> list[str]:
     """Options of a float32 server of a small model (made anew, always the same) with SMALL_ADAPTERS; a pool of 24,000 slots."""
     model = make_llama(work / "small", heads=16, kv_heads=8, layers=4, hidden=1024, vocab=4096)
+    # As strong as trained adapters: a delta of about half the weights' size; stronger ones amplify every rounding error.
     adapters = make_adapters(model, work / "small_adapters", SMALL_ADAPTERS, std=0.08)
     options = ["--model-path", str(model), "--skip-tokenizer-init", "--lora-tree", "--dtype", "float32"]
     options += ["--max-total-tokens", "24000", "--hicache-ratio", "2", "--sampling-backend", "pytorch", "--lora-paths"]
@@ -183,10 +184,7 @@ def prefill_graphs(work: Path) -> Records:
     }
     answers: dict[str, list[list[float]]] = {}
     with ExitStack() as stack:
-        for server in servers.values():  # they start side by side
-            server.start()
-            stack.callback(server.stop)
-            time.sleep(4)  # each looks at the free memory while it starts
+        start_side_by_side(servers.values(), stack)
         for name, server in servers.items():
             server.wait()
             rng = random.Random(17)

@@ -32,7 +32,7 @@ import torch
 
 from benchmarks import results
 from benchmarks.llama8b import write_config, write_factors
-from benchmarks.server import Server
+from benchmarks.server import Server, start_side_by_side
 from sglang_lora_tree.adapters.base_shape import BaseShape
 from sglang_lora_tree.fleet.compress import Outcome, Settings, compress
 
@@ -167,10 +167,7 @@ def start_servers(model: Path, scale: Scale, pools: dict[str, int], out: Path, s
         case: Server(["--max-total-tokens", str(pool), *options], out / f"fleet_serving_{case}.log")
         for case, pool in pools.items()
     }
-    for server in servers.values():
-        server.start()
-        stack.callback(server.stop)
-        time.sleep(4)  # each looks at the free memory while it starts
+    start_side_by_side(servers.values(), stack)
     return servers
 
 

@@ -134,6 +134,12 @@ def suite(parts: Sequence[Part], out: Path, seconds: float) -> list[dict[str, ob
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
     rows: list[dict[str, object]] = []
+
+    def note(row: dict[str, object]) -> None:
+        rows.append(row)
+        (out / "suite.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        print(line(row), flush=True)
+
     beside = [part for part in parts if not part.timed]
     for group in ([beside] if beside else []) + [[part] for part in parts if part.timed]:
         running = []
@@ -141,17 +147,14 @@ def suite(parts: Sequence[Part], out: Path, seconds: float) -> list[dict[str, ob
             left = end - time.monotonic()
             missing = shutil.which(part.needs) is None
             if missing or left < part.seconds / 3:
-                rows.append({"part": part.name, "outcome": f"no {part.needs}" if missing else "no time", "seconds": 0})
+                note({"part": part.name, "outcome": f"no {part.needs}" if missing else "no time", "seconds": 0})
                 continue
             try:
                 running.append((part, start(part, out), time.monotonic(), min(part.seconds, left)))
             except OSError as error:
-                rows.append({"part": part.name, "outcome": f"failed ({error})", "seconds": 0})
+                note({"part": part.name, "outcome": f"failed ({error})", "seconds": 0})
         for job in running:
-            rows.append(finish(*job))
-            print(line(rows[-1]), flush=True)
-            (out / "suite.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        (out / "suite.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+            note(finish(*job))
     return rows
 
 

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -134,6 +135,14 @@ class Server(ServerProcess):
         if response.status_code != 200:
             raise RuntimeError(f"{response.status_code}: {response.text[:2000]}")
         return response.json()
+
+
+def start_side_by_side(servers: Iterable[ServerProcess], stack: ExitStack) -> None:
+    """Begin to start all of them, for the caller to wait for; `stack` stops them."""
+    for server in servers:
+        server.start()
+        stack.callback(server.stop)
+        time.sleep(4)  # each looks at the free memory while it starts
 
 
 def free_port() -> int:
