@@ -382,7 +382,7 @@ class LoraTreeCore(PlainTreeCore):
                     assert self.is_resident(member), f"{lora_node.identity} is on the GPU without {member}"
                     mixes[member] += 1
         found = {mix.identity for mix in self.lora_nodes.values() if mix.is_mix}
-        assert found == {mix.identity for mixes in self._mixes_of.values() for mix in mixes.values()}, "mixes without edges"
+        assert found == {name for of_one in self._mixes_of.values() for name in of_one}, "mixes without edges"
         assert set(self.adapters) == set(self.lora_nodes) - found, "adapters are not those of the tree"
         assert set(self.resident_mixes) == {name for name in found if self.is_resident(name)}, "other mixes are on the GPU"
         for identity, count in mixes.items():
