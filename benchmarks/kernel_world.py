@@ -15,6 +15,7 @@ Results: ``decode_added_<gpu>.json``, written after every record. On a CPU a tin
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,8 +30,9 @@ import triton.language as tl
 
 from benchmarks import results
 from sglang_lora_tree.kernels import AdapterTable, Pairs, PoolView, dispatch
-from sglang_lora_tree.kernels.lora import expand, expand_and_activate, shrink
-from sglang_lora_tree.kernels.rows import activate
+from sglang_lora_tree.kernels.lora import expand, expand_and_activate, expand_and_rotate, shrink
+from sglang_lora_tree.kernels.rotation import Rotation
+from sglang_lora_tree.kernels.rows import activate, rotate
 from sglang_lora_tree.kernels.table import NUM_MODULES
 
 Mixes = Sequence[Sequence[tuple[int, float]]]
@@ -57,6 +59,8 @@ LLAMA_8B = (
     Layer("down", (6,), 14336, (4096,)),
 )
 LLAMA_8B_WIDTH = 1024
+HEADS = {LLAMA_8B_WIDTH: 128, 16: 8}
+"""Width of an attention head, by that of a row of the pool."""
 TINY = (
     Layer("qkv", (0, 1, 2), 32, (32, 16, 16)),
     Layer("o", (3,), 32, (32,)),
@@ -130,17 +134,21 @@ class KernelWorld:
         xs = [torch.randn(tokens, layer.d_in, dtype=self.dtype, device=self.device) for layer in self.shape]
         ys = [torch.zeros(tokens, sum(layer.widths), dtype=self.dtype, device=self.device) for layer in self.shape]
         side = self.side if overlap else None
+        angles = torch.rand(tokens, HEADS[self.width], device=self.device)
+        rotation = Rotation(torch.arange(tokens, device=self.device), angles, HEADS[self.width])
 
         def step() -> None:
             for number in range(self.num_layers):
                 for layer, x, y, weight in zip(self.shape, xs, ys, self.weights[number], strict=True):
                     if tokens <= 256:
                         x.neg_()  # a model has a norm, a rotation or an activation before every product
-                    activates = len(layer.modules) == 2
+                    activates, rotates = len(layer.modules) == 2, len(layer.modules) == 3
                     if pairs is None:
                         torch.mm(x, weight.T, out=y)
                         if activates:
                             silu_and_mul(y)
+                        elif rotates:
+                            rotate_heads(y[:, : sum(layer.widths[:2])], rotation)
                         continue
                     if side is not None:
                         side.wait_stream(torch.cuda.current_stream())
@@ -151,6 +159,8 @@ class KernelWorld:
                         torch.cuda.current_stream().wait_stream(side)
                     if activates:
                         expand_and_activate(shrunk, y, self.table, self.pool, pairs)
+                    elif rotates:
+                        expand_and_rotate(shrunk, y, self.table, self.pool, pairs, layer.offsets, rotation)
                     else:
                         expand(shrunk, y, self.table, self.pool, pairs, layer.offsets)
 
@@ -176,6 +186,32 @@ def silu_and_mul(y: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@triton.jit
+def _rotate_heads(y, positions, cos_sin, num_tokens, y_stride, HEAD: tl.constexpr, BLOCK_T: tl.constexpr):  # type: ignore[no-untyped-def]
+    tokens = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    exists = tokens < num_tokens
+    cells = y + tokens.to(tl.int64)[:, None] * y_stride + tl.program_id(0) * HEAD + tl.arange(0, HEAD)[None, :]
+    position = tl.load(positions + tokens, mask=exists, other=0)
+    tile = tl.load(cells, mask=exists[:, None], other=0.0)
+    angles = cos_sin + position[:, None] * HEAD
+    tl.store(cells, rotate(tile, angles, angles + HEAD // 2, HEAD), mask=exists[:, None])
+
+
+def rotate_heads(y: torch.Tensor, rotation: Rotation) -> None:
+    """What the base model does to q and k (T, columns), in place."""
+    if not y.is_cuda:
+        y.copy_(rotation.apply(y))
+        return
+    grid = (y.shape[1] // rotation.head, triton.cdiv(y.shape[0], 4))
+    _rotate_heads[grid](y, rotation.positions, rotation.cos_sin, y.shape[0], y.stride(0), rotation.head, 4)
+
+
+@functools.lru_cache(1)
+def _capture_stream() -> torch.cuda.Stream:
+    """One for all: torch hands out 32 in turns, and the one that a world has beside it must be another."""
+    return torch.cuda.Stream()
+
+
 def time_graph(step: Callable[[], None], repeats: int = 20, rounds: int = 5) -> float:
     """Milliseconds of one `step`, replayed as a CUDA graph: the median over rounds of the mean over repeats.
 
@@ -185,14 +221,14 @@ def time_graph(step: Callable[[], None], repeats: int = 20, rounds: int = 5) -> 
         start = time.perf_counter()
         step()
         return (time.perf_counter() - start) * 1000
-    stream = torch.cuda.Stream()
+    stream = _capture_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         step()
     for _ in range(3):
         graph.replay()
@@ -254,7 +290,7 @@ def main() -> None:
         report.add(results.record(f"host_preparation_ms/{name}", typical, "ms", limit="value <= 0.15", note=note))
     for name, adapters, members in (("1", 1, 1), ("8", 8, 1), ("32", 32, 1), ("mix3of8", 8, 3)):
         added, base = decode_added(world, 32, decode_mixes(32, adapters, members))
-        baseline = ("products and activations without LoRA, as one graph", base)
+        baseline = ("products, rotations and activations without LoRA, as one graph", base)
         note = f"32 requests, rank 16, {arguments.layers} layers"
         report.add(results.record(f"decode_added_ms/{name}", added, "ms", baseline=baseline, note=note))
 

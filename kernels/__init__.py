@@ -3,7 +3,8 @@
 In: a pool of slot rows (`PoolView`), where each adapter lies in it (`AdapterTable`), a batch of requests that each mix
 some adapters (`Pairs`), activations x, and the base model's output y.
 Out: y with sum_j w_j s_j B_j A_j x added for every token (`add_lora`), in float32 with one rounding at the end. A token
-gets the same bits in whatever batch it comes (on the CPU: up to the matmul's last bits).
+gets the same bits whatever the other tokens use, in every batch that one config of dispatch.py serves (on the CPU: up to the
+matmul's last bits).
 
 Triton runs on a GPU (and under its interpreter), plain torch on a CPU. Everything the kernels read is updated in place,
 so CUDA graphs stay valid. `lora.shrink` and `lora.expand` are the two halves of `add_lora`, for tensor parallelism.
@@ -11,7 +12,7 @@ so CUDA graphs stay valid. `lora.shrink` and `lora.expand` are the two halves of
 pool.py, table.py, pairs.py   what the kernels read: slots, adapters, the batch; staging.py copies it to the device
 lora.py                       the interface: checks operands, chooses Triton or plain torch
 shrink.py, locate.py          z = w s x A^T, and where B's rows lie: one launch
-expand.py                     y += z B
+expand.py                     y += z B, and what the model does next to gate and up (silu) or to q and k (rotation.py)
 rows.py                       what the Triton kernels share
 dispatch.py                   tiles and warps by the number of tokens, per GPU
 reference.py                  the same in plain torch: the oracle, and the path on a CPU

@@ -9,7 +9,8 @@ import triton.language as tl
 from sglang_lora_tree.kernels import dispatch
 from sglang_lora_tree.kernels.pairs import Pairs
 from sglang_lora_tree.kernels.pool import PoolView
-from sglang_lora_tree.kernels.rows import activate, add_and_round, block_width, ceil_divide, upcasts
+from sglang_lora_tree.kernels.rotation import Rotation
+from sglang_lora_tree.kernels.rows import activate, add_and_round, block_width, ceil_divide, rotate, upcasts
 from sglang_lora_tree.kernels.table import RANK_TILE
 
 
@@ -65,15 +66,16 @@ def _delta(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _expand_kernel(  # type: ignore[no-untyped-def]
-    parts, b_rows, y, activated, order, item_indptr, num_tokens, y_stride, part_stride,
+    parts, b_rows, y, activated, positions, cos_sin, order, item_indptr, num_tokens, y_stride, part_stride, cos_sin_stride,
     W: tl.constexpr, PARTS: tl.constexpr, MOST_CHUNKS: tl.constexpr, OUTPUT_OFFSETS: tl.constexpr, OUTPUT_WIDTHS: tl.constexpr,
-    FIRST_BLOCKS: tl.constexpr, ACTIVATE: tl.constexpr, RANK_TILE: tl.constexpr, BLOCK_T: tl.constexpr,
+    FIRST_BLOCKS: tl.constexpr, ACTIVATE: tl.constexpr, HEAD: tl.constexpr, RANK_TILE: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of outputs of one module, inside one chunk of W, x a tile of tokens.
 
     All items of the tile are added up in registers, BLOCK_R ranks at a time; y is read once and written once. With
-    ACTIVATE the block is one of the gate and the same one of up, and silu(gate) * up is written instead.
+    ACTIVATE the block is one of the gate and the same one of up, and silu(gate) * up is written instead. With HEAD, the
+    width of an attention head, the outputs are q, k and v, and q and k are rotated to their tokens' positions.
     """
     NUM: tl.constexpr = len(OUTPUT_WIDTHS)
     BLOCKS: tl.constexpr = (W + BLOCK_D - 1) // BLOCK_D  # per chunk
@@ -81,7 +83,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     tile = tl.program_id(1)
     item_begin = tl.load(item_indptr + tile)
     item_end = tl.load(item_indptr + tile + 1)
-    if not ACTIVATE:
+    if not ACTIVATE and not HEAD:
         if item_begin >= item_end:
             return
 
@@ -99,7 +101,15 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
             output_width = tl.where(here, OUTPUT_WIDTHS[i], output_width)
     block -= first_block
     chunk = block // BLOCKS
-    inside = block % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
+    block = block % BLOCKS
+    columns = tl.arange(0, BLOCK_D)
+    first_angle = 0
+    if HEAD > BLOCK_D:  # a part of a head's first half, and the part of its second half that is rotated with it
+        HALF: tl.constexpr = BLOCK_D // 2
+        first_angle = block % (HEAD // BLOCK_D) * HALF
+        inside = block // (HEAD // BLOCK_D) * HEAD + columns // HALF * (HEAD // 2) + first_angle + columns % HALF
+    else:
+        inside = block * BLOCK_D + columns
     d = chunk * W + inside
     d_mask = (inside < W) & (d < output_width)
 
@@ -120,27 +130,38 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         cells = activated + tokens.to(tl.int64)[:, None] * OUTPUT_WIDTHS[0] + d[None, :]
         tl.store(cells, activate(gate, add_and_round(base, total)), mask=mask)
+    elif HEAD:
+        finished = add_and_round(base, total)
+        if m < 2:
+            position = tl.load(positions + tokens, mask=tokens < num_tokens, other=0)
+            angles = cos_sin + position.to(tl.int64)[:, None] * cos_sin_stride + first_angle
+            finished = rotate(finished, angles, angles + HEAD // 2, HEAD if HEAD < BLOCK_D else BLOCK_D)
+        tl.store(outputs, finished, mask=mask)
     else:
         tl.store(outputs, add_and_round(base, total), mask=mask)
 
 
 def expand(
-    parts: torch.Tensor, b_rows: torch.Tensor, y: torch.Tensor, activated: torch.Tensor | None, pool: PoolView, pairs: Pairs,
+    parts: torch.Tensor, b_rows: torch.Tensor, y: torch.Tensor, pool: PoolView, pairs: Pairs,
     output_offsets: tuple[int, ...], output_widths: tuple[int, ...],
+    activated: torch.Tensor | None = None, rotation: Rotation | None = None,
 ) -> None:  # fmt: skip
-    """Add z B over a tile's items to y[t, output m], rounding once. See lora.expand."""
-    if pairs.launch_items == 0 and activated is None:
+    """Add z B over a tile's items to y[t, output m], rounding once; then activate or rotate it. See lora.expand."""
+    if pairs.launch_items == 0 and activated is None and rotation is None:
         return
     config = dispatch.choose(y.shape[0], y.device)
+    head = 0 if rotation is None else rotation.head
     block = block_width(pool.width, config.expand_block_d)
     blocks = [ceil_divide(width, pool.width) * ceil_divide(pool.width, block) for width in output_widths]
     first_blocks = tuple(sum(blocks[:i]) for i in range(len(blocks)))
     grid = (sum(blocks) if activated is None else blocks[0], ceil_divide(y.shape[0], pairs.block_t))
     _expand_kernel[grid](
-        parts, b_rows, y, activated, pairs.order, pairs.item_indptr, y.shape[0], y.stride(0), parts.stride(0),
+        parts, b_rows, y, activated, None if rotation is None else rotation.positions,
+        None if rotation is None else rotation.cos_sin, pairs.order, pairs.item_indptr, y.shape[0], y.stride(0), parts.stride(0),
+        0 if rotation is None else rotation.cos_sin.stride(0),
         W=pool.width, PARTS=parts.shape[0], MOST_CHUNKS=b_rows.shape[2],
         OUTPUT_OFFSETS=output_offsets, OUTPUT_WIDTHS=output_widths, FIRST_BLOCKS=first_blocks,
-        ACTIVATE=activated is not None, RANK_TILE=RANK_TILE, BLOCK_T=pairs.block_t,
+        ACTIVATE=activated is not None, HEAD=head, RANK_TILE=RANK_TILE, BLOCK_T=pairs.block_t,
         BLOCK_R=config.expand_items * RANK_TILE,
         BLOCK_D=block, ALIGNED=pool.aligned, UPCAST=upcasts(pool),
         num_warps=config.expand_warps, num_stages=config.expand_stages,

@@ -10,6 +10,7 @@ import torch
 from sglang_lora_tree.kernels import dispatch, reference
 from sglang_lora_tree.kernels.pairs import Pairs
 from sglang_lora_tree.kernels.pool import PoolView
+from sglang_lora_tree.kernels.rotation import Rotation
 from sglang_lora_tree.kernels.table import NUM_MODULES, AdapterTable
 
 
@@ -111,7 +112,7 @@ def expand(
         return
     from sglang_lora_tree.kernels.expand import expand as expand_triton
 
-    expand_triton(shrunk.z, shrunk.b_rows, y, None, pool, pairs, output_offsets, shrunk.output_widths)
+    expand_triton(shrunk.z, shrunk.b_rows, y, pool, pairs, output_offsets, shrunk.output_widths)
 
 
 def expand_and_activate(
@@ -143,8 +144,49 @@ def expand_and_activate(
     from sglang_lora_tree.kernels.expand import expand as expand_triton
 
     activated = torch.empty(y.shape[0], width, dtype=y.dtype, device=y.device)
-    expand_triton(shrunk.z, shrunk.b_rows, y, activated, pool, pairs, (0, width), (width, width))
+    expand_triton(shrunk.z, shrunk.b_rows, y, pool, pairs, (0, width), (width, width), activated=activated)
     return activated
+
+
+def expand_and_rotate(
+    shrunk: Shrunk,
+    y: torch.Tensor,
+    table: AdapterTable,
+    pool: PoolView,
+    pairs: Pairs,
+    output_offsets: tuple[int, ...],
+    rotation: Rotation,
+) -> None:
+    """Add the members' contributions to q, k and v, then rotate q and k to their tokens' positions, in place.
+
+    The same as `expand`, then SGLang's rotary embedding, in one pass over y. q and k are rounded to y's dtype in between.
+
+    Parameters
+    ----------
+    shrunk, y, table, pool, pairs, output_offsets
+        As in `expand`; three modules, q, k and v.
+    rotation : Rotation
+        Positions of y's T tokens; heads of a power of two that divides the pool's width.
+    """
+    _check_operand("y", y, pool, pairs)
+    head = rotation.head
+    assert len(shrunk.modules) == len(output_offsets) == 3, f"modules {shrunk.modules} are not q, k and v"
+    assert fits_rotation(head, pool.width), f"heads of {head} do not fit rows of {pool.width}"
+    assert rotation.positions.shape == (y.shape[0],), f"{tuple(rotation.positions.shape)} positions of {y.shape[0]} tokens"
+    assert rotation.cos_sin.dtype == torch.float32 and rotation.cos_sin.shape[1] == head and rotation.cos_sin.stride(1) == 1
+    if shrunk.b_rows is None:
+        expand(shrunk, y, table, pool, pairs, output_offsets)
+        for offset, width in zip(output_offsets[:2], shrunk.output_widths[:2], strict=True):
+            y[:, offset : offset + width] = rotation.apply(y[:, offset : offset + width])
+        return
+    from sglang_lora_tree.kernels.expand import expand as expand_triton
+
+    expand_triton(shrunk.z, shrunk.b_rows, y, pool, pairs, output_offsets, shrunk.output_widths, rotation=rotation)
+
+
+def fits_rotation(head: int, width: int) -> bool:
+    """Whether `expand_and_rotate` takes heads of this width: whole ones lie in a block of columns."""
+    return head >= 2 and head & (head - 1) == 0 and width > 0 and width % head == 0
 
 
 def add_lora(

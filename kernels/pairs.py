@@ -15,6 +15,9 @@ from sglang_lora_tree.kernels.table import RANK_TILE, AdapterTable
 ITEM_HEADER = 4
 """Numbers of an item before those of its lanes."""
 
+HALF_TILE = RANK_TILE // 2
+"""Two adapters of at most so many ranks can share an item."""
+
 MOST_MODULES = 3
 """Modules that read one input, at most: q, k and v."""
 
@@ -32,10 +35,11 @@ class Pairs:
     The batch's tokens are ordered by adapter and cut into tiles of `block_t` lanes, whatever requests they belong to. A
     tile has a list of items; an item is one tile of ranks of one adapter that some lane uses, with the lanes' weights, 0 for
     lanes that do not use the adapter (DyMerge-LoRA 4.3, for slots: many requests to many adapters, without a copy of any
-    weight).
+    weight). Two adapters of at most HALF_TILE ranks share one, half of its ranks each.
 
     A tile's items are sorted by adapter index, then rank, so a token's members are added up in an order that does not depend
-    on the other tokens.
+    on the other tokens; and no adapters share an item where a request of the tile has several members, because two of these
+    would be added up in one step or in two, as the others' adapters have it.
 
     Attributes
     ----------
@@ -44,7 +48,8 @@ class Pairs:
     item_indptr : Tensor
         int32 (max_tiles + 1,): the items of tile i are [item_indptr[i], item_indptr[i + 1]).
     items : Tensor
-        int32 (max_items, ITEM_HEADER + block_t): adapter index, first rank, two unused; then the lanes' weights (float32 bits).
+        int32 (max_items, ITEM_HEADER + 2 * block_t): adapter index, first rank, the adapter that has the second half of the
+        ranks or -1, unused; then the lanes' weights for the one and for the other (float32 bits).
     arrivals : Tensor
         int32 (max_items * MOST_MODULES,): 0 between kernels; programs that share a sum count themselves here.
     num_items : int
@@ -79,7 +84,7 @@ class Pairs:
         self.max_items = meetings * max_members * (table.padded_rank // RANK_TILE)
         if max_items is not None:
             self.max_items = min(self.max_items, max_items)
-        self.item_stride = ITEM_HEADER + block_t
+        self.item_stride = ITEM_HEADER + 2 * block_t
 
         # One buffer with the items last, so that a batch is one copy of as much as it uses.
         order_length = self.max_tiles * block_t
@@ -199,7 +204,7 @@ class Pairs:
             lane_of = np.empty(bs, np.int64)
             lane_of[by_adapter] = np.arange(bs)
             lane = lane_of.repeat(counts)
-            tile, adapter, weight = lane // block_t, adapters, weights
+            tile, adapter, weight, member_counts = lane // block_t, adapters, weights, counts.repeat(counts)
             low, num_lanes = lane - tile * block_t, None
         else:
             ordered_lens = lens[by_adapter]
@@ -218,14 +223,21 @@ class Pairs:
             tile = first_tile.repeat(num_meetings) + _count_up(num_meetings)
             member = _count_up(counts[req])
             tile, req = tile.repeat(counts[req]), req.repeat(counts[req])
+            member_counts = counts[req]
             adapter, weight = adapters[pair_start[req] + member], weights[pair_start[req] + member]
             low = np.maximum(start[req] - tile * block_t, 0)
             num_lanes = np.minimum(stop[req] - tile * block_t, block_t) - low
 
-        # Groups: an adapter in a tile. Items: a tile of ranks of a group.
+        # Groups: an adapter in a tile. Items: a tile of ranks of a group, or half a tile of each of two groups.
         groups, group_of = _distinct(tile * capacity + adapter, self.max_tiles * capacity)
         group_tile, group_adapter = np.divmod(groups, capacity)
-        group_items = -(-self.table.largest_rank[group_adapter] // RANK_TILE)
+        largest_rank = self.table.largest_rank[group_adapter]
+        group_items = -(-largest_rank // RANK_TILE)
+        mixes_in_tile = np.bincount(tile, weights=member_counts > 1, minlength=self.max_tiles)
+        small = np.flatnonzero((largest_rank <= HALF_TILE) & (largest_rank > 0) & (mixes_in_tile[group_tile] == 0))
+        place = np.arange(len(small)) - np.searchsorted(group_tile[small], group_tile[small])  # among its tile's
+        hosts, guests = small[np.flatnonzero(place % 2) - 1], small[place % 2 == 1]
+        group_items[guests] = 0
         num_items = int(group_items.sum())
         assert num_items <= self.max_items, f"{num_items} items, but room for {self.max_items}: ask `fits` first"
         np.bincount(group_tile, weights=group_items, minlength=self.max_tiles).cumsum(out=self._sums)
@@ -235,14 +247,20 @@ class Pairs:
         if num_lanes is not None:
             lane, weight = lane.repeat(num_lanes) + _count_up(num_lanes), weight.repeat(num_lanes)
         lane_weights = np.bincount(lane, weights=weight, minlength=len(groups) * block_t).astype(np.float32)
+        bits = lane_weights.view(np.int32).reshape(-1, block_t)
         items = self._host_items[:num_items]
+        firsts, seconds = items[:, ITEM_HEADER : ITEM_HEADER + block_t], items[:, ITEM_HEADER + block_t :]
+        items[:, 2], seconds[:] = -1, 0
         if num_items == len(groups) and group_items.min(initial=1) == 1:
             items[:, 0], items[:, 1] = group_adapter, 0
-            items[:, ITEM_HEADER:] = lane_weights.view(np.int32).reshape(-1, block_t)
+            firsts[:] = bits
         else:
             items[:, 0] = group_adapter.repeat(group_items)
             items[:, 1] = _count_up(group_items) * RANK_TILE
-            items[:, ITEM_HEADER:] = lane_weights.view(np.int32).reshape(-1, block_t).repeat(group_items, axis=0)
+            firsts[:] = bits.repeat(group_items, axis=0)
+        if len(guests):
+            shared = (group_items.cumsum() - group_items)[hosts]
+            items[shared, 2], seconds[shared] = group_adapter[guests], bits[guests]
         self._mixes = (lens, counts, adapters, weights)
         return num_items
 

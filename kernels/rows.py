@@ -39,6 +39,23 @@ def activate(gate, up):  # type: ignore[no-untyped-def]
     return (gate_32 / (1.0 + tl.exp(-gate_32)) * up.to(tl.float32)).to(gate.dtype)
 
 
+@triton.jit
+def rotate(y, cos, sin, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rotate the heads of a tile: y (T, D), D a multiple of WIDTH: of a head, or of a part of both its halves.
+
+    cos and sin (T, 1) point at the tokens' WIDTH / 2 cosines and sines. In float32, rounded once.
+    """
+    T: tl.constexpr = y.shape[0]
+    HEADS: tl.constexpr = y.shape[1] // WIDTH
+    HALF: tl.constexpr = WIDTH // 2
+    angles = tl.arange(0, HALF)[None, :]
+    cosines = tl.reshape(tl.load(cos + angles), (T, 1, HALF))
+    sines = tl.reshape(tl.load(sin + angles), (T, 1, HALF))
+    first, second = tl.split(tl.permute(tl.reshape(y.to(tl.float32), (T, HEADS, 2, HALF)), (0, 1, 3, 2)))
+    rotated = tl.join(first * cosines - second * sines, second * cosines + first * sines)
+    return tl.reshape(tl.permute(rotated, (0, 1, 3, 2)), (T, HEADS * WIDTH)).to(y.dtype)
+
+
 def upcasts(pool: PoolView) -> bool:
     """Whether tl.dot must be given float32: Triton's interpreter multiplies bfloat16's bit patterns as integers."""
     return pool.dtype == torch.bfloat16 and triton.knobs.runtime.interpret

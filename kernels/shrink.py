@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang_lora_tree.kernels import dispatch
-from sglang_lora_tree.kernels.locate import locate
+from sglang_lora_tree.kernels.locate import adapter_and_rank, locate
 from sglang_lora_tree.kernels.pairs import ITEM_HEADER, Pairs
 from sglang_lora_tree.kernels.pool import PoolView
 from sglang_lora_tree.kernels.rows import block_width, ceil_divide, round_to_power, row_addresses, upcasts
@@ -65,7 +65,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     PIECES_EACH: tl.constexpr = 1 if W > SEGMENT else SEGMENT // W
     SEGMENTS_EACH: tl.constexpr = SEGMENTS // SPLITS
     UNITS: tl.constexpr = BLOCK_N // RANK_TILE
-    ITEM_STRIDE: tl.constexpr = ITEM_HEADER + BLOCK_T
+    ITEM_STRIDE: tl.constexpr = ITEM_HEADER + 2 * BLOCK_T
     tile = tl.program_id(0)
     split = tl.program_id(2)
 
@@ -93,8 +93,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
         for i in tl.static_range(1, NUM):
             module = tl.where(m == i, MODULES[i], module)
         unit_exists = unit < units
-        adapter = tl.load(items + item * ITEM_STRIDE, mask=unit_exists, other=0).to(tl.int64)
-        r = tl.load(items + item * ITEM_STRIDE + 1, mask=unit_exists, other=0) + n % RANK_TILE
+        adapter, r, is_second = adapter_and_rank(items + item * ITEM_STRIDE, n % RANK_TILE, unit_exists, RANK_TILE)
         entry = adapter * record_stride + layer * TABLE_MODULES + module
         start = tl.load(row_start + entry, mask=unit_exists, other=0)
         slot = tl.load(first_slot + adapter * record_stride, mask=unit_exists, other=0)
@@ -102,7 +101,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
         exists = r < tl.load(rank + entry, mask=unit_exists, other=0)
         cell = (item * NUM + m).to(tl.int64) * (BLOCK_T * RANK_TILE) + n % RANK_TILE
         cells = cell[None, :] + lanes[:, None] * RANK_TILE
-        weights = items + item[None, :] * ITEM_STRIDE + ITEM_HEADER + lanes[:, None]
+        weights = items + (item * ITEM_STRIDE + tl.where(is_second, ITEM_HEADER + BLOCK_T, ITEM_HEADER))[None, :] + lanes[:, None]
         if tl.max(exists.to(tl.int32), axis=0) > 0:
             first_row = start + r * A_CHUNKS
             total = tl.full((BLOCK_T, BLOCK_N), 0.0, dtype=tl.float32)
@@ -167,6 +166,7 @@ def shrink(
     shape = (pairs.num_items, len(modules), pairs.block_t, RANK_TILE)
     parts = torch.empty((num_parts, *shape), dtype=dtype, device=x.device)
     b_rows = torch.empty((pairs.num_items, len(modules), max(chunks), RANK_TILE), dtype=torch.int64, device=x.device)
+    stages = config.shrink_stages if pool.dtype.itemsize == 2 else config.shrink_stages // 2  # in as much shared memory
     workers = min(config.shrink_workers, ceil_divide(pairs.launch_items * len(modules) * RANK_TILE, config.shrink_block_n))
     if workers == 0:
         return parts, b_rows
@@ -180,6 +180,6 @@ def shrink(
         RANK_TILE=RANK_TILE, SEGMENT=SEGMENT, SEGMENTS=segments, SPLITS=splits, PARTS=num_parts, BLOCK_T=pairs.block_t,
         BLOCK_N=config.shrink_block_n, BLOCK_K=block_width(min(pool.width, SEGMENT), config.shrink_block_k),
         ALIGNED=pool.aligned, UPCAST=upcasts(pool), CHUNKS=chunks, MOST_CHUNKS=max(chunks),
-        BLOCK_C=round_to_power(max(chunks)), num_warps=config.shrink_warps, num_stages=config.shrink_stages,
+        BLOCK_C=round_to_power(max(chunks)), num_warps=config.shrink_warps, num_stages=stages,
     )  # fmt: skip
     return parts, b_rows

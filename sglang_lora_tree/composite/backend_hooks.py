@@ -17,9 +17,10 @@ from sglang.srt.lora.backend.lora_registry import LORA_SUPPORTED_BACKENDS, regis
 
 from sglang_lora_tree.adapters.base_shape import MODULES
 from sglang_lora_tree.kernels import dispatch
-from sglang_lora_tree.kernels.lora import Shrunk, expand, expand_and_activate, overlaps, shrink
+from sglang_lora_tree.kernels.lora import Shrunk, expand, expand_and_activate, expand_and_rotate, overlaps, shrink
 from sglang_lora_tree.kernels.pairs import Members, Pairs
 from sglang_lora_tree.kernels.pool import PoolView
+from sglang_lora_tree.kernels.rotation import Rotation
 from sglang_lora_tree.kernels.table import AdapterTable
 
 BACKEND_NAME = "lora_tree"
@@ -48,26 +49,29 @@ class ModuleGroup:
     modules: tuple[int, ...]
     shape: tuple[int, int, int]
     device: torch.device
-    activates: bool = False
-    """The output goes to SiluAndMul and nowhere else: that adds the adapters' part."""
+    finished_later: bool = False
+    """The output goes to SiluAndMul, or q and k to the rotary embedding, and nowhere else: that adds the adapters' part
+    (finish_hooks.py)."""
 
     @classmethod
     def of(
-        cls, fused: str, layer: int, num_outputs: int, device: torch.device, activates: bool = False
+        cls, fused: str, layer: int, num_outputs: int, device: torch.device, finished_later: bool = False
     ) -> tuple[ModuleGroup, ModuleGroup]:
         modules = tuple(MODULES.index(name) for name in FUSED_MODULES[fused])
         return (
-            cls(layer, modules, (1, len(modules), 1), device, activates),
-            cls(layer, modules, (1, num_outputs, 1), device, activates),
+            cls(layer, modules, (1, len(modules), 1), device, finished_later),
+            cls(layer, modules, (1, num_outputs, 1), device, finished_later),
         )
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A gate_up output without its adapters' part, until SiluAndMul reads it."""
+    """A gate_up or qkv output without its adapters' part, until SiluAndMul or the rotary embedding reads it."""
 
     y: torch.Tensor
     shrunk: Shrunk
+    offsets: tuple[int, ...]
+    """Where the modules' columns start."""
 
 
 @dataclass
@@ -211,7 +215,7 @@ class LoraTreeBackend(BaseLoRABackend):
         """y = base(x) + delta(x); with ``all_reduce`` (row-parallel layers) x, y and z are this rank's part of a sum."""
         batch: Batch = self.batch_info  # type: ignore[assignment]
         assert self.table is not None and self.pool is not None
-        assert self._unfinished is None, "SiluAndMul has not finished the output of the last gate_up_proj"
+        assert self._unfinished is None, "nothing has finished the output of the last qkv_proj or gate_up_proj"
         if not (batch.has_active_lora or batch.pairs.for_graphs):  # SGLang's warm-up while it captures
             y = base_fn()
             return y if all_reduce is None else all_reduce(y)
@@ -219,8 +223,10 @@ class LoraTreeBackend(BaseLoRABackend):
         widths = tuple(end - start for start, end in pairwise(offsets))
         if overlaps(x):
             # z is freed on the side stream, which waits for this one before it reuses the memory.
-            side = self._side_stream = self._side_stream or torch.cuda.Stream()
             main = torch.cuda.current_stream()
+            if self._side_stream is None or self._side_stream == main:  # torch hands out 32 streams in turns
+                self._side_stream = torch.cuda.Stream()
+            side = self._side_stream
             side.wait_stream(main)
             with torch.cuda.stream(side):
                 shrunk = shrink(x, *operands, lora_a.layer, lora_a.modules, widths)
@@ -229,8 +235,8 @@ class LoraTreeBackend(BaseLoRABackend):
         else:
             shrunk = shrink(x, *operands, lora_a.layer, lora_a.modules, widths)
             y = base_fn()
-        if lora_a.activates:
-            self._unfinished = Unfinished(y, shrunk)
+        if lora_a.finished_later:
+            self._unfinished = Unfinished(y, shrunk, tuple(offsets[:-1]))
             return y
         expand(shrunk, y, *operands, tuple(offsets[:-1]))
         return y if all_reduce is None else all_reduce(y)
@@ -244,6 +250,29 @@ class LoraTreeBackend(BaseLoRABackend):
         batch: Batch = self.batch_info  # type: ignore[assignment]
         assert self.table is not None and self.pool is not None
         return expand_and_activate(unfinished.shrunk, y, self.table, self.pool, batch.pairs)
+
+    def rotate(self, q: torch.Tensor, rotation: Rotation | None) -> bool:
+        """Finish the output that ``forward_with_base`` has left unfinished and whose first columns are q.
+
+        Args:
+            q: (T, width), a view.
+            rotation: of the output's q and k; None to leave that to the caller.
+
+        Returns:
+            Whether q and k are rotated now.
+        """
+        unfinished = self._unfinished
+        if unfinished is None or unfinished.y.data_ptr() != q.data_ptr() or len(unfinished.offsets) != 3:
+            return False
+        self._unfinished = None
+        batch: Batch = self.batch_info  # type: ignore[assignment]
+        assert self.table is not None and self.pool is not None
+        operands = unfinished.shrunk, unfinished.y, self.table, self.pool, batch.pairs, unfinished.offsets
+        if rotation is None:
+            expand(*operands)
+            return False
+        expand_and_rotate(*operands, rotation)
+        return True
 
 
 _current: LoraTreeBackend | None = None

@@ -24,9 +24,9 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel, get_serving
 
 from sglang_lora_tree.adapters.base_shape import BaseShape
-from sglang_lora_tree.composite.activation_hooks import can_activate
 from sglang_lora_tree.composite.backend_hooks import FUSED_MODULES, LoraTreeBackend, ModuleGroup
 from sglang_lora_tree.composite.demand import DemandResolver
+from sglang_lora_tree.composite.finish_hooks import finishes_later
 from sglang_lora_tree.config import Settings, current_settings
 from sglang_lora_tree.kernels.pool import PoolView
 from sglang_lora_tree.kernels.table import AdapterTable
@@ -95,8 +95,8 @@ class TreeLoRAManager(LoRAManager):
                 assert layer is not None and fused in FUSED_MODULES, f"unexpected LoRA layer {name}"
                 base = module.base_layer
                 outputs = sum(getattr(base, "output_partition_sizes", None) or (base.output_size,))
-                activates = fused == "gate_up_proj" and can_activate(self.base_model.get_submodule(name.rpartition(".")[0]))
-                module.set_lora_info(*ModuleGroup.of(fused, layer, outputs, self.device, activates))
+                later = finishes_later(fused, self.base_model.get_submodule(name.rpartition(".")[0]))
+                module.set_lora_info(*ModuleGroup.of(fused, layer, outputs, self.device, later))
 
     def _register_at_start(self, ref: LoRARef) -> None:
         name, path = str(ref.lora_name), str(ref.lora_path)

@@ -28,7 +28,7 @@ def test_a_step_with_adapters_is_the_base_step_and_more(monkeypatch):
     monkeypatch.setattr("sglang_lora_tree.kernels.lora.uses_triton", lambda device: False)
     world = KernelWorld([16] * 4, 2, shape=TINY, width=TINY_WIDTH, device="cpu", dtype=torch.float32)
     calls = []
-    for name in ("mm", "shrink", "expand", "expand_and_activate"):
+    for name in ("mm", "shrink", "expand", "expand_and_activate", "expand_and_rotate"):
         owner = torch if name == "mm" else kernel_world
         original = getattr(owner, name)
 
@@ -42,4 +42,4 @@ def test_a_step_with_adapters_is_the_base_step_and_more(monkeypatch):
     calls.clear()
     world.make_step(4, world.pairs([1] * 4, decode_mixes(4, 4, 3)))()
     assert calls.count("mm") == calls.count("shrink") == 8
-    assert calls.count("expand") == 6 and calls.count("expand_and_activate") == 2
+    assert calls.count("expand") == 4 and calls.count("expand_and_activate") == calls.count("expand_and_rotate") == 2

@@ -6,13 +6,15 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_lora_tree.composite import backend_hooks
-from sglang_lora_tree.composite.backend_hooks import LoraTreeBackend
+from sglang_lora_tree.composite import backend_hooks, finish_hooks
+from sglang_lora_tree.composite.backend_hooks import LoraTreeBackend, ModuleGroup
 from sglang_lora_tree.composite.manager_hooks import TreeLoRAManager
 from sglang_lora_tree.kernels import AdapterTable, PoolView
+from sglang_lora_tree.kernels.rotation import Rotation
 from sglang_lora_tree.kernels.table import NUM_MODULES
 
 RANKS = (16, 4, 40)
+HEAD = 8
 
 
 @pytest.fixture
@@ -142,3 +144,56 @@ def test_base_requests_alone_launch_nothing_but_into_graphs(backend, monkeypatch
     group, _ = backend_hooks.ModuleGroup.of("o_proj", 0, 40, torch.device("cpu"))
     y = backend.forward_with_base(None, torch.zeros(1, 48), lambda: torch.ones(1, 40), group, group, None, (0, 40))
     assert torch.equal(y, torch.ones(1, 40)) and launches == (["shrink", "expand"] if runs else [])
+
+
+def unfinished_qkv(backend):
+    """A backend that has left the output of a qkv_proj to the rotary embedding: that output, and the finished one."""
+    adapter = [((1, 0.5),), ()]
+    backend.prepare([3, 2], adapter, use_decode_graph=False)
+    backend.pool.planes[0].normal_(generator=torch.Generator().manual_seed(1))
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(2))
+    outputs = []
+    for later in (True, False):
+        groups = ModuleGroup.of("qkv_proj", 0, 64, torch.device("cpu"), finished_later=later)
+        y = torch.linspace(-2.0, 2.0, 5 * 64).view(5, 64)
+        outputs.append(backend.forward_with_base(None, x, lambda y=y: y, *groups, None, (0, 32, 48, 64)))
+        if later:
+            backend._unfinished, unfinished = None, backend._unfinished
+    backend._unfinished = unfinished
+    assert not torch.equal(outputs[0][:3], outputs[1][:3]) and torch.equal(outputs[0][3:], outputs[1][3:])
+    return outputs
+
+
+def rotary_embedding():
+    """What the hook reads of SGLang's, and its arithmetic for positions of one row."""
+    angles = torch.arange(20)[:, None] / torch.tensor([1.0, 3.0, 9.0, 27.0])
+    return SimpleNamespace(cos_sin_cache=torch.cat((angles.cos(), angles.sin()), dim=1), head_size=HEAD)
+
+
+@pytest.mark.parametrize("asks_for_more", [False, True])
+def test_the_rotary_embedding_adds_what_qkv_lacks(backend, asks_for_more):
+    """By itself, or, if it is asked for what we do not do (stored K and V), before SGLang's own runs."""
+    y, finished = unfinished_qkv(backend)
+    q, k, v = y.split((32, 16, 16), dim=1)
+    rotary, positions = rotary_embedding(), torch.tensor([7, 8, 9, 0, 1])
+    rotation = Rotation(positions, rotary.cos_sin_cache, HEAD)
+    expected = [rotation.apply(finished[:, :32]), rotation.apply(finished[:, 32:48]), finished[:, 48:]]
+
+    def original(rotary, positions, query, key, *args, **kwargs):
+        assert asks_for_more, "rotated twice"
+        return rotation.apply(query), rotation.apply(key)
+
+    stored = {"fused_set_kv_buffer_arg": object() if asks_for_more else None}
+    rotated = finish_hooks.rotate(original, rotary, positions, q, k, **stored)
+    for part, wanted in zip((*rotated, v), expected, strict=True):
+        torch.testing.assert_close(part, wanted)
+    assert backend._unfinished is None
+
+
+def test_an_output_of_another_layer_is_left_alone(backend):
+    """SGLang's own rotary embedding runs where nothing is left to add."""
+    unfinished_qkv(backend)
+    other = torch.ones(5, 32)
+    result = finish_hooks.rotate(lambda *operands: "its own", rotary_embedding(), torch.arange(5), other, other)
+    assert result == "its own" and backend._unfinished is not None
+    assert finish_hooks.activate(lambda *operands: "its own", SimpleNamespace(), other) == "its own"

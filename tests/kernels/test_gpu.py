@@ -7,7 +7,8 @@ import torch
 from kernel_cases import DOWN, GATE, OUT, UP, K, Q, V, World, assert_rounded_once, make_world
 
 from sglang_lora_tree.kernels import Pairs, add_lora, dispatch
-from sglang_lora_tree.kernels.lora import expand, shrink
+from sglang_lora_tree.kernels.lora import expand, expand_and_rotate, shrink
+from sglang_lora_tree.kernels.rotation import Rotation
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -60,6 +61,65 @@ def test_real_shapes_equal_dense_float64(seg_lens, dtype):
                     columns = slice(offset, offset + WIDTHS[module][1])
                     exact = base[rows, columns].double().cpu() + world.dense(x[rows], mix, 1, module)
                     assert_rounded_once(y[rows, columns], exact, scale=10)
+
+
+@pytest.mark.parametrize(
+    ("width", "seg_lens"), [(1024, [16_000, 384]), (4096, [40, 1, 3, 17, 300]), (128, [1] * 256)], ids=["16384", "W4096", "W128"]
+)
+def test_ends_of_every_range(width, seg_lens):
+    """The longest prefill, the widest and the narrowest rows, the largest decode batch."""
+    world = make_world(WIDTHS, [{(1, OUT): rank} for rank in (16, 64, 8, 33)], width=width, device="cuda", max_rank=64,
+                       dtype=torch.bfloat16)  # fmt: skip
+    mixes = [MIXES[index % len(MIXES)] for index in range(len(seg_lens))]
+    x, base = operands(world, "o", sum(seg_lens))
+    y = base.clone()
+    run(world, "o", x, y, world.batch(seg_lens, mixes))
+    begin = 0
+    for length, mix in zip(seg_lens, mixes, strict=True):
+        for rows in (slice(begin, begin + min(length, 40)), slice(begin + max(length - 40, 0), begin + length)):
+            exact = base[rows].double().cpu() + (world.dense(x[rows], mix, 1, OUT) if mix else 0.0)
+            assert_rounded_once(y[rows], exact, scale=10)
+        begin += length
+
+
+@pytest.mark.parametrize("tokens", [5, 600])
+def test_rotation_equals_expand_then_sglangs(tokens):
+    """q and k as SGLang's own kernel rotates what `expand` leaves; v as `expand` leaves it."""
+    rope = pytest.importorskip("sglang.kernels.ops.attention.rope")
+    world = real_world(torch.bfloat16)
+    modules, offsets = GROUPS["qkv"]
+    pairs = world.batch([tokens - 4, 1, 1, 1, 1], MIXES)
+    x, y = operands(world, "qkv", tokens)
+    shrunk = shrink(x, world.table, world.pool, pairs, 1, modules, (4096, 1024, 1024))
+    expected = y.clone()
+    expand(shrunk, expected, world.table, world.pool, pairs, offsets)
+    angles = torch.rand(1000, 64, device="cuda") * 7
+    rotation = Rotation(torch.randint(1000, (tokens,), device="cuda"), torch.cat((angles.cos(), angles.sin()), dim=1), 128)
+    expand_and_rotate(shrunk, y, world.table, world.pool, pairs, offsets, rotation)
+    q, k, v = expected.split((4096, 1024, 1024), dim=1)
+    rope.apply_rope_with_cos_sin_cache_inplace(
+        positions=rotation.positions, q=q.view(tokens, -1, 128), k=k.view(tokens, -1, 128), cos_sin_cache=rotation.cos_sin,
+        is_neox=True,
+    )  # fmt: skip
+    torch.testing.assert_close(y, expected, rtol=2**-7, atol=1e-5)  # one bit of the last place
+    assert torch.equal(y[:, 5120:], v)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("group", list(GROUPS))
+def test_a_token_has_the_same_bits_in_either_half_of_an_item(group, dtype):
+    """Adapters of up to 8 ranks share items: an adapter alone, first or second in one, in short and in long tiles."""
+    world = real_world(dtype, ranks=(8, 3, 8, 5))
+    for tokens in (1, 600):
+        x, base = operands(world, group, tokens)
+        answers = []
+        for others in ([], [[(0, 1.0)]], [[(3, 1.0)]], [[(0, 1.0), (3, -1.0)]], [[(0, 1.0)], [(1, 2.0)], [(3, 1.0)]]):
+            pairs = world.batch([tokens] + [1] * len(others), [[(2, 0.7)], *others])
+            more = x[:1].repeat(len(others), 1)
+            y = torch.cat((base, base[:1].repeat(len(others), 1)))
+            run(world, group, torch.cat((x, more)), y, pairs)
+            answers.append(y[:tokens])
+        assert all(torch.equal(answer, answers[0]) for answer in answers) and not torch.equal(answers[0], base)
 
 
 @pytest.mark.parametrize("group", list(GROUPS))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_lora_tree.kernels.pairs import ITEM_HEADER, Pairs
+from sglang_lora_tree.kernels.pairs import HALF_TILE, ITEM_HEADER, Pairs
 from sglang_lora_tree.kernels.table import RANK_TILE, AdapterTable
 
 MAX_BS, MAX_TOKENS, MAX_MEMBERS = 6, 200, 3
@@ -34,18 +34,21 @@ def read(pairs: Pairs) -> dict[int, list[tuple[int, int, float]]]:
     items = pairs.items
     lanes = pairs.block_t
     weights = items[:, ITEM_HEADER:].contiguous().view(torch.float32)
+    halves = weights[:, :lanes], weights[:, lanes:]
     for tile in range(pairs.max_tiles):
         begin, end = int(pairs.item_indptr[tile]), int(pairs.item_indptr[tile + 1])
         spans: dict[int, list[int]] = {}
         for number in range(begin, end):
-            adapter = int(items[number, 0])
-            assert adapter >= 0
-            spans.setdefault(adapter, []).append(number - begin)
-            for lane in range(lanes):
-                if weights[number, lane] != 0:
+            shared = int(items[number, 2]) >= 0
+            assert shared or not halves[1][number].any(), "weights of an adapter that is not there"
+            for half in range(1 + shared):
+                adapter = int(items[number, 2 * half])
+                first_rank = 0 if half else int(items[number, 1])
+                assert adapter >= 0 and (not shared or (first_rank == 0 and pairs.table.largest_rank[adapter] <= HALF_TILE))
+                spans.setdefault(adapter, []).append(number - begin)
+                for lane in halves[half][number].nonzero().flatten().tolist():
                     token = int(pairs.order[tile * lanes + lane])
-                    entry = (adapter, int(items[number, 1]), float(weights[number, lane]))
-                    reached.setdefault(token, []).append(entry)
+                    reached.setdefault(token, []).append((adapter, first_rank, float(halves[half][number, lane])))
         for numbers in spans.values():
             assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     return reached
@@ -100,6 +103,20 @@ def test_an_adapter_is_once_in_a_tile():
     pairs = Pairs.allocate(make_table((16,) * 8), 32, 32, 1)
     pairs.update([1] * 32, [[(i % 8, 1.0)] for i in range(32)])
     assert pairs.item_indptr.tolist() == [0, 4, 8] and pairs.launch_items == 4
+
+
+def test_two_small_adapters_share_an_item():
+    """Half the items for ranks of up to 8, but not of a tile in which a request has several: see Pairs."""
+    pairs = Pairs.allocate(make_table((8, 3, 16, 1)), 8, 32, 3)
+    singles = [[(i % 4, 1.0)] for i in range(8)]
+    pairs.update([1] * 8, singles)
+    assert pairs.item_indptr.tolist()[:2] == [0, 3], "8 beside 3, 16 alone, 1 alone"
+    assert pairs.items[:3, :3].tolist() == [[0, 0, 1], [2, 0, -1], [3, 0, -1]]
+    assert read(pairs) == {token: [(token % 4, 0, 1.0)] for token in range(8)}
+    pairs.update([1] * 8, [*singles[:7], [(1, 0.5), (3, 0.5)]])
+    assert pairs.item_indptr.tolist()[:2] == [0, 4]
+    pairs.update([9, 9, 1], [[(0, 1.0)], [(1, 1.0)], [(1, 0.5), (3, 0.5)]])  # the second tile alone has a mix
+    assert pairs.item_indptr.tolist()[:3] == [0, 1, 3]
 
 
 def test_an_adapter_twice_in_a_mix_counts_with_the_sum():

@@ -1,4 +1,4 @@
-"""Triton kernels against the dense float64 answer and the plain-torch reference, on a GPU or under the interpreter."""
+"""Triton kernels against the dense float64 answer, on a GPU or under the interpreter (test_reference.py asks the plain ones)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from kernel_cases import DOWN, GROUPS, OUT, UP, WIDTHS, K, Q, V, World, all_modules, assert_rounded_once, make_world
 
 from sglang_lora_tree.kernels import Pairs, add_lora, dispatch
-from sglang_lora_tree.kernels.lora import expand, expand_and_activate, shrink, uses_triton
+from sglang_lora_tree.kernels.lora import expand, expand_and_activate, expand_and_rotate, shrink, uses_triton
+from sglang_lora_tree.kernels.rotation import Rotation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")
@@ -43,6 +44,7 @@ CONFIGS = {
     "tiles of 16": dispatch.DEFAULT[0],
     "tiles of 64": dispatch.DEFAULT[1],
     "wide": replace(dispatch.DEFAULT[0], shrink_split=False, shrink_block_n=64, expand_items=4),
+    "narrow": replace(dispatch.DEFAULT[0], expand_block_d=16),
 }
 
 
@@ -156,6 +158,47 @@ def test_activation_equals_expand_then_silu(dtype, config, use):
     assert_rounded_once(activated, expected.cpu(), scale=2)
 
 
+@pytest.mark.parametrize(
+    ("config", "dtype", "head", "width"),
+    [
+        ("tiles of 16", torch.bfloat16, 4, 20),
+        ("tiles of 16", torch.bfloat16, 64, 64),
+        ("tiles of 64", torch.bfloat16, 2, 24),
+        ("wide", torch.float32, 16, 16),
+        ("narrow", torch.float32, 64, 64),
+        ("narrow", torch.float16, 4, 20),
+    ],
+)
+def test_rotation_equals_expand_then_rotate(dtype, config, head, width, use):
+    """In one pass over q, k and v; v and tokens without adapters too; several heads in a block of columns, or a part of one."""
+    use(config)
+    sizes = {16: (48, 32, 16), 64: (128, 64, 64)}.get(head, (48, 20, 20))
+    widths = {**WIDTHS, **{module: (40, size) for module, size in zip((Q, K, V), sizes, strict=True)}}
+    world = make_world(widths, MIXED, width=width, dtype=dtype, device=DEVICE)
+    modules, offsets = (Q, K, V), (0, sizes[0], sizes[0] + sizes[1])
+    pairs = world.batch(*BATCH)
+    tokens, total = pairs.num_tokens, sum(sizes)
+    x, y = world.random(tokens, 40, seed=1), world.random(tokens, total, seed=2)
+    angles = torch.rand(50, head // 2, generator=torch.Generator().manual_seed(3)) * 7
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(DEVICE)
+    positions = torch.randint(50, (tokens,), generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    rotation = Rotation(positions, cos_sin, head)
+    shrunk = shrink(x, world.table, world.pool, pairs, 1, modules, sizes)
+    expected = y.clone()
+    expand(shrunk, expected, world.table, world.pool, pairs, offsets)
+    rotated = torch.full((tokens, total + 8), NAN, dtype=dtype, device=DEVICE)  # 8 columns not ours
+    rotated[:, :total] = y
+    expand_and_rotate(shrunk, rotated, world.table, world.pool, pairs, offsets, rotation)
+
+    assert rotated[:, total:].isnan().all(), "columns past the outputs were written"
+    assert torch.equal(rotated[:, offsets[2] : total], expected[:, offsets[2] :]), "v is not rotated"
+    cos, sin = cos_sin[positions].double().cpu()[:, None].chunk(2, dim=-1)
+    first, second = expected[:, : offsets[2]].double().cpu().unflatten(1, (-1, 2, head // 2)).unbind(2)
+    exact = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=2).flatten(1)
+    assert_rounded_once(rotated[:, : offsets[2]], exact, scale=8)
+    assert_rounded_once(rotation.apply(expected[:, : offsets[2]]), exact, scale=8)
+
+
 @pytest.mark.parametrize("rank", [1, 3, 16, 40])
 @pytest.mark.parametrize("width", [16, 24, 64])
 def test_rank_and_width(rank, width):
@@ -169,6 +212,54 @@ def test_unaligned_and_wide_rows(width):
     """Rows that start at no multiple of 16 bytes, and rows of more than one block with a rest."""
     widths = {OUT: (330, 200)}
     check(make_world(widths, [{(1, OUT): 2}], width=width, device=DEVICE), "o", ([2], [[(0, 1.0)]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", ["qkv", "down"])
+def test_small_adapters_share_items(group, dtype):
+    """Adapters of up to 8 ranks, two in an item, beside a larger one, one without modules and one with a module of its own."""
+    world = make_world(WIDTHS, [all_modules(3), all_modules(8), {(1, K): 5}, all_modules(12), all_modules(1), {(0, DOWN): 2}],
+                       dtype=dtype, device=DEVICE)  # fmt: skip
+    members = [[(i % 6, 1.0 - i)] for i in range(9)] + [[]]
+    pairs = world.batch([1] * 10, members)
+    assert pairs.num_items < 6, "nothing is shared"
+    check(world, group, ([1] * 10, members))
+    check(world, group, ([2, 30, 1, 0, 3, 1, 9, 1, 1, 1], members))
+
+
+@pytest.mark.parametrize("group", ["qkv", "gate_up"])
+def test_a_token_has_the_same_bits_in_either_half_of_an_item(group):
+    """Alone in its item, first or second in it, or in a tile where nothing is shared."""
+    world = make_world(WIDTHS, [all_modules(rank) for rank in (7, 4, 8, 2)], device=DEVICE)
+    modules, offsets = GROUPS[group]
+    widths = tuple(WIDTHS[module][1] for module in modules)
+    x, base = world.random(1, 40, seed=1), world.random(1, offsets[-1] + widths[-1], seed=2)
+    answers = []
+    for others in ([], [[(0, 1.0)]], [[(3, 1.0)]], [[(0, 1.0), (3, -1.0)]], [[(0, 1.0)], [(1, 2.0)], [(3, 1.0)]]):
+        pairs = world.batch([1] * (1 + len(others)), [[(2, 0.7)], *others])
+        y = base.repeat(1 + len(others), 1)
+        add_lora(y, x.repeat(1 + len(others), 1), world.table, world.pool, pairs, 1, modules, offsets, widths)
+        answers.append(y[0])
+    assert all(torch.equal(answer, answers[0]) for answer in answers) and not torch.equal(answers[0], base[0])
+
+
+REGIMES = {
+    "rank 256": (16, {OUT: (40, 48)}, (256, 200), ([2, 1], [[(0, 1.0), (1, -0.5)], [(1, 1.0)]])),
+    "8 members": (16, {OUT: (40, 48)}, (1, 2, 3, 4, 5, 16, 17, 30), ([2], [[(i, 0.1 * i - 0.3) for i in range(8)]])),
+    "256 adapters": (16, {OUT: (40, 48)}, tuple(1 + i % 3 for i in range(256)), ([1] * 256, [[(i, 1.0)] for i in range(256)])),
+    "rows of 128": (128, {OUT: (300, 200)}, (9,), ([2], [[(0, 1.0)]])),
+    "rows of 2048": (2048, {OUT: (5000, 2100)}, (2,), ([2], [[(0, 1.0)]])),
+    "rows of 4096": (4096, {OUT: (8192, 4100)}, (2,), ([2], [[(0, 1.0)]])),
+}
+"""Width of the pool's rows, the model's widths, the adapters' ranks, a batch."""
+
+
+@pytest.mark.parametrize("regime", list(REGIMES))
+def test_ends_of_every_range(regime):
+    """What is to be served at most and at least: ranks, members, adapters in a batch, widths of a row."""
+    width, widths, ranks, batch = REGIMES[regime]
+    adapters = [{(1, OUT): rank} for rank in ranks]
+    check(make_world(widths, adapters, width=width, max_rank=256, max_members=8, device=DEVICE), "o", batch)
 
 
 def test_skewed_segments():
