@@ -12,7 +12,16 @@ from sglang_lora_tree.adapters.base_shape import BaseShape
 from sglang_lora_tree.adapters.error import AdapterError
 from sglang_lora_tree.fleet import report
 from sglang_lora_tree.fleet.budget import BudgetError, parse_fraction
-from sglang_lora_tree.fleet.compress import DTYPES, POLICIES, SCOPES, CompressionError, Settings, compress, survey_fleet
+from sglang_lora_tree.fleet.compress import (
+    DTYPES,
+    POLICIES,
+    SCOPES,
+    CompressionError,
+    Settings,
+    finish,
+    survey_fleet,
+    write_fleet,
+)
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
@@ -25,7 +34,11 @@ def run_compress(argv: Sequence[str]) -> int:
         return EXIT_USAGE if stop.code else EXIT_OK
     try:
         return _run(options)
-    except (AdapterError, BudgetError, CompressionError, report.EvaluationError, ValueError, OSError) as error:
+    except report.EvaluationError as error:
+        print(f"sglang-lora-tree compress: {error}", file=sys.stderr)
+        print("the adapters are written: repeat the command with a scorer that works, or without --eval", file=sys.stderr)
+        return EXIT_FAILED
+    except (AdapterError, BudgetError, CompressionError, ValueError, OSError) as error:
         print(f"sglang-lora-tree compress: {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
@@ -90,7 +103,7 @@ def _run(options: argparse.Namespace) -> int:
         return _dry_run(folders, options, settings, base, device)
 
     command = shlex.split(options.eval) if options.eval else []
-    outcomes = compress(folders, options.out, settings, base, device)
+    outcomes = write_fleet(folders, options.out, settings, base, device)
     found = report.describe(outcomes, settings, base)
     report.write_report(found, options.out)  # before scoring, which may fail
     if command:
@@ -99,6 +112,7 @@ def _run(options: argparse.Namespace) -> int:
         after = report.run_evaluation(command, {name: options.out / name for name in originals})
         report.add_scores(found, before, after)
         report.write_report(found, options.out)
+    finish(options.out)  # until here the command can be repeated
     print(report.report_text(found))
     print(f"written: {options.out}, {options.out / report.REPORT}")
     return EXIT_OK
@@ -107,9 +121,11 @@ def _run(options: argparse.Namespace) -> int:
 def _dry_run(
     folders: list[Path], options: argparse.Namespace, settings: Settings, base: BaseShape | None, device: str
 ) -> int:
+    png = options.png or options.out.with_name(f"{options.out.name}-budget.png")
+    if png.exists():  # said before the work, which may take long
+        raise CompressionError(f"{png} is there already: choose another --png, nothing is overwritten")
     rows = report.budget_curve(survey_fleet(folders, base, device, settings.keep), settings, base)
     print(report.curve_text(rows))
-    png = options.png or options.out.with_name(f"{options.out.name}-budget.png")
     try:
         report.draw_curve(rows, png)
     except ImportError as error:

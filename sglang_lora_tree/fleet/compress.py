@@ -1,7 +1,7 @@
 """Compress a fleet of adapters: look at each, plan the ranks, write each. One adapter is in memory at a time.
 
-While it runs, OUT/.work holds what was found about the adapters (a few percent of their size); a run that was cut short
-goes on from it, and an adapter folder in OUT is always whole.
+Until the run is finished, OUT/.work holds what was found about the adapters (a few percent of their size); a run that was
+cut short goes on from it, and an adapter folder in OUT is always whole.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sglang_lora_tree.fleet.budget import (
     uniform_ranks,
 )
 from sglang_lora_tree.fleet.export import write_adapter
-from sglang_lora_tree.fleet.factorisation import factorise, relative_error, truncate
+from sglang_lora_tree.fleet.factorisation import Factors, Place, factorise, relative_error, truncate
 from sglang_lora_tree.fleet.survey import Survey, read_factors, read_survey, write_survey
 
 WORK = ".work"
@@ -94,6 +94,22 @@ def compress(
     base: to check shapes against. Raises CompressionError for names that are not unique or an OUT that holds something
     else, AdapterError for an adapter that cannot be served, BudgetError for floors above the budget.
     """
+    outcomes = write_fleet(folders, out, settings, base, device)
+    finish(out)
+    return outcomes
+
+
+def write_fleet(
+    folders: Sequence[Path],
+    out: Path,
+    settings: Settings,
+    base: BaseShape | None = None,
+    device: torch.device | str = "cpu",
+) -> list[Outcome]:
+    """`compress`, but not finished: for a caller that has more to write, and is repeated as a whole if it is cut short.
+
+    What is written already is not written again. The last thing to call is `finish`.
+    """
     named = _name(folders, settings.keep)
     work = _open_work(out, named, settings)
     surveys = [
@@ -105,19 +121,20 @@ def compress(
         _write(survey, ranks, out, work, settings, base, device)
         for survey, ranks in _progress(list(zip(surveys, plan, strict=True)), "writing adapters")
     ]
-    shutil.rmtree(work)
     return outcomes
+
+
+def finish(out: Path) -> None:
+    """Ends a run of `write_fleet`: from here on OUT is a result, and never written to."""
+    shutil.rmtree(out / WORK)
 
 
 def survey_fleet(
     folders: Sequence[Path], base: BaseShape | None = None, device: torch.device | str = "cpu", keep: Sequence[str] = ()
 ) -> list[Survey]:
     """Looks at every adapter and writes nothing: what a dry run needs. Raises as `compress` does."""
-    surveys = []
-    for name, folder in _progress(list(_name(folders, keep).items()), "looking at adapters"):
-        adapter = load_adapter(folder, base, name)
-        surveys.append(Survey.of(adapter, folder, factorise(adapter, device)))
-    return surveys
+    named = list(_name(folders, keep).items())
+    return [_look(name, folder, base, device)[0] for name, folder in _progress(named, "looking at adapters")]
 
 
 def plan_ranks(surveys: Sequence[Survey], settings: Settings) -> list[list[int]]:
@@ -195,11 +212,18 @@ def _open_work(out: Path, named: Mapping[str, Path], settings: Settings) -> Path
 def _survey(name: str, folder: Path, file: Path, base: BaseShape | None, device: torch.device | str) -> Survey:
     if file.is_file():
         return read_survey(file, folder)
-    adapter = load_adapter(folder, base, name)
-    factors = factorise(adapter, device)
-    survey = Survey.of(adapter, folder, factors)
+    survey, factors = _look(name, folder, base, device)
     write_survey(survey, factors, file)
     return survey
+
+
+def _look(
+    name: str, folder: Path, base: BaseShape | None, device: torch.device | str
+) -> tuple[Survey, dict[Place, Factors]]:
+    """A function of its own, so that the adapter is gone before the next one is loaded."""
+    adapter = load_adapter(folder, base, name)
+    factors = factorise(adapter, device)
+    return Survey.of(adapter, folder, factors), factors
 
 
 def _write(

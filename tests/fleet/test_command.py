@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
 from sglang_lora_tree.adapters.adapter import load_adapter
 from sglang_lora_tree.cli import main
+from sglang_lora_tree.fleet import command as command_module
+from sglang_lora_tree.fleet import report as report_module
 
 from .conftest import BASE, HF_CONFIG
 
+EMBEDDED = Path(__file__).resolve().parents[2] / "examples" / "embedded_model"
 SCORER = """
 import json, sys
 from pathlib import Path
@@ -63,6 +67,18 @@ def test_dry_run_writes_a_table_and_a_picture_only(run, save, tmp_path, model):
     assert not (tmp_path / "fleet").exists()
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_dry_run_overwrites_no_picture(run, save, tmp_path, monkeypatch, named):
+    """And says so before it looks at adapters, which may take long."""
+    png = tmp_path / ("mine.png" if named else "fleet-budget.png")
+    png.write_text("precious")
+    monkeypatch.setattr(command_module, "survey_fleet", lambda *_: pytest.fail("adapters were looked at"))
+    options = ("--png", png) if named else ()
+    code, out, err = run(save("one"), "--budget", "1/5", "--out", tmp_path / "fleet", "--dry-run", *options)
+    assert (code, out) == (1, "") and f"{png} is there already: choose another --png" in err
+    assert png.read_text() == "precious"
+
+
 def test_scores_before_and_after(run, save, tmp_path):
     scorer = tmp_path / "scorer.py"
     scorer.write_text(SCORER)
@@ -73,11 +89,60 @@ def test_scores_before_and_after(run, save, tmp_path):
     assert 0 < after < before
 
 
+@pytest.mark.parametrize("cut", ["describe", "first score", "second score", "scored report"])
+def test_goes_on_when_it_was_cut_after_the_adapters(run, save, tmp_path, monkeypatch, cut):
+    """Ctrl-C in the scorer, or a crash around it: the repeat writes no adapter again and ends as without a cut."""
+    folder, scorer = save("one"), tmp_path / "scorer.py"
+    scorer.write_text(SCORER)
+    options = ("--budget", "1/2", "--eval", f"{sys.executable} {scorer}")
+    assert run(folder, *options, "--out", tmp_path / "whole")[0] == 0
+    calls, out = [], tmp_path / "fleet"
+    target = {"describe": "describe", "scored report": "write_report"}.get(cut, "run_evaluation")
+    original = getattr(report_module, target)
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == (2 if cut in ("second score", "scored report") else 1):
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(report_module, target, interrupted)
+    code, _, err = run(folder, *options, "--out", out)
+    assert code == 1 and "repeat the command to go on from here" in err
+    monkeypatch.undo()
+    written = (out / "one" / "adapter_model.safetensors").stat().st_mtime_ns
+    code, text, err = run(folder, *options, "--out", out)
+    assert (code, err) == (0, "") and "score" in text
+    assert (out / "one" / "adapter_model.safetensors").stat().st_mtime_ns == written
+    assert (out / "report.json").read_text() == (tmp_path / "whole" / "report.json").read_text()
+    assert sorted(path.name for path in out.iterdir()) == ["one", "report.json"]
+    code, _, err = run(folder, *options, "--out", out)
+    assert code == 1 and "not empty: choose another --out" in err
+
+
 @pytest.mark.parametrize("command", ["false", "echo hello", "no-such-program"])
 def test_a_scorer_that_fails_is_named_and_the_adapters_stay(run, save, tmp_path, command):
-    code, _, err = run(save("one"), "--budget", "1/2", "--out", tmp_path / "fleet", "--eval", command)
-    assert code == 1 and command in err
+    options = ("--budget", "1/2", "--out", tmp_path / "fleet")
+    folder = save("one")
+    code, _, err = run(folder, *options, "--eval", command)
+    assert code == 1 and command in err and "repeat the command" in err
     assert (tmp_path / "fleet" / "report.json").exists() and load_adapter(tmp_path / "fleet" / "one")
+    assert run(folder, *options)[0] == 0, "the run can be finished without scores"
+
+
+def test_scores_of_the_embedded_model(run, tmp_path):
+    """With its own scorer, on two of its adapters: at full rank they answer as they did."""
+    names = ("polite", "short")
+    scorer = f"{sys.executable} {EMBEDDED / 'evaluate.py'} --count 2 --adapters"
+    code, _, err = run(
+        *(EMBEDDED / "adapters" / name for name in names), "--budget", "1", "--out", tmp_path / "fleet",
+        "--base", EMBEDDED / "model", "--dtype", "float32", "--eval", scorer,
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    report = json.loads((tmp_path / "fleet" / "report.json").read_text())
+    scores = {name: entry["score"] for name, entry in report["adapters"].items()}
+    assert set(scores) == set(names) and all(before == after for before, after in scores.values()), scores
+    assert sum(before for before, _ in scores.values()) > 0, "adapters that answer nothing show nothing"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from fractions import Fraction
 
 import pytest
@@ -131,6 +133,31 @@ def test_goes_on_where_it_was_cut_short(fleet, tmp_path, monkeypatch):
     for name in factorised:
         assert load_adapter(tmp_path / "out" / name).digest == load_adapter(tmp_path / "whole" / name).digest
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["flat", "small", "steep"]
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_one_adapter_is_in_memory_at_a_time(fleet, tmp_path, monkeypatch, dry):
+    """When an adapter is loaded, no tensor of one before it is alive."""
+    loaded: list[weakref.ref[torch.Tensor]] = []
+    load = compress_module.load_adapter
+
+    def watched(*arguments):
+        alive = [tensor for tensor in loaded if tensor() is not None]
+        assert not alive, f"{len(alive)} tensors of earlier adapters are alive"
+        adapter = load(*arguments)
+        loaded.extend(weakref.ref(half) for module in adapter.modules.values() for half in (module.a, module.b))
+        return adapter
+
+    monkeypatch.setattr(compress_module, "load_adapter", watched)
+    gc.disable()  # freed at once, and not whenever the collector comes by
+    try:
+        if dry:
+            survey_fleet(fleet, BASE)
+        else:
+            compress(fleet, tmp_path / "out", QUARTER, BASE)
+    finally:
+        gc.enable()
+    assert len(loaded) == 3 * 21 * 2 * (1 if dry else 2), "not every adapter was loaded, once or twice"
 
 
 def test_another_run_s_start_or_result_is_not_overwritten(fleet, tmp_path, monkeypatch):
