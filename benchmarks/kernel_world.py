@@ -2,10 +2,13 @@
 
     python -m benchmarks.kernel_world [--out FOLDER] [--layers 32] [--device cpu]
 
-measures what LoRA adds to a decode step of the base model's linear layers (Llama-3-8B's shape, bf16, rank 16, as CUDA graphs):
+measures what LoRA adds to a decode step of the base model's linear layers (Llama-3-8B's shape, bf16, as CUDA graphs):
 
 decode_added_ms/ADAPTERS, decode_added_ms/mix3of8
-    32 requests; the step with adapters minus the step without (the baseline), both measured in turns, the median of the turns.
+    32 requests, rank 16; the step with adapters minus the step without (the baseline), both measured in turns, the median of
+    the turns.
+decode_added_ms/ADAPTERS_rRANK, decode_added_ms/8_r5_one_r64
+    Other ranks; rank 5, but 64 in o_proj.
 host_preparation_ms/changed, host_preparation_ms/unchanged
     Host time of one `Pairs.update` for 256 requests with 3 adapters each, one request of which has changed (or none).
 
@@ -18,21 +21,28 @@ import argparse
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 
 from benchmarks import results
 from sglang_lora_tree.kernels import AdapterTable, Pairs, PoolView, dispatch
-from sglang_lora_tree.kernels.lora import expand, expand_and_activate, expand_and_rotate, shrink
+from sglang_lora_tree.kernels.lora import (
+    Shrunk,
+    add_and_activate,
+    add_and_normalize,
+    add_and_rotate,
+    expand,
+    expand_and_activate,
+    expand_and_rotate,
+    expand_delta,
+    shrink,
+)
 from sglang_lora_tree.kernels.rotation import Rotation
-from sglang_lora_tree.kernels.rows import activate, rotate
 from sglang_lora_tree.kernels.table import NUM_MODULES
 
 Mixes = Sequence[Sequence[tuple[int, float]]]
@@ -75,6 +85,7 @@ class KernelWorld:
 
     Args:
         ranks: one adapter each.
+        uneven: module -> its rank in every adapter, where it is not the adapter's.
         num_layers: fewer than the real model's are enough, as long as the weights are larger than the cache.
     """
 
@@ -88,30 +99,33 @@ class KernelWorld:
         max_rank: int = 64,
         max_members: int = 8,
         contiguous: bool = False,
+        uneven: Mapping[int, int] | None = None,
         device: str = "cuda",
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.shape, self.num_layers, self.max_members = shape, num_layers, max_members
         self.device, self.dtype, self.width = device, dtype, width
-        rows_per_rank = sum(
-            -(-layer.d_in // width) + -(-out // width) for layer in shape for out in layer.widths
-        )  # of one layer of the model
-        counts = [-(-rank * rows_per_rank * num_layers // (2 * num_layers)) for rank in ranks]
+        module_rows = {
+            module: -(-layer.d_in // width) + -(-out // width)
+            for layer in shape
+            for module, out in zip(layer.modules, layer.widths, strict=True)
+        }  # per rank
+        module_ranks = [{module: (uneven or {}).get(module, rank) for module in module_rows} for rank in ranks]
+        counts = [-(-sum(own[module] * rows for module, rows in module_rows.items()) // 2) for own in module_ranks]
         size = sum(counts) * 2 + 64
         planes = [torch.randn(size, width, dtype=dtype, device=device) * 0.02 for _ in range(2 * num_layers)]
         self.pool = PoolView.from_planes(planes)
         self.table = AdapterTable(len(ranks) + 1, size, num_layers, max_rank, device)
         free = torch.arange(size) if contiguous else torch.randperm(size, generator=torch.Generator().manual_seed(1))
-        for index, (rank, count) in enumerate(zip(ranks, counts, strict=True)):
+        for index, (own, count) in enumerate(zip(module_ranks, counts, strict=True)):
             slots, free = free[:count], free[count:]
-            entry = torch.zeros(num_layers, NUM_MODULES, dtype=torch.int32)
+            start, rank = (torch.zeros(num_layers, NUM_MODULES, dtype=torch.int32) for _ in range(2))
             row = 0
             for number in range(num_layers):
-                for layer in shape:
-                    for module, out in zip(layer.modules, layer.widths, strict=True):
-                        entry[number, module] = row
-                        row += rank * (-(-layer.d_in // width) + -(-out // width))
-            self.table.write(index, slots, entry, torch.full_like(entry, rank), torch.ones(entry.shape))
+                for module, rows in module_rows.items():
+                    start[number, module], rank[number, module] = row, own[module]
+                    row += own[module] * rows
+            self.table.write(index, slots, start, rank, torch.ones(start.shape))
         self.table.flush()
         self.weights = [
             [torch.randn(sum(layer.widths), layer.d_in, dtype=dtype, device=device) * 0.02 for layer in shape]
@@ -127,83 +141,65 @@ class KernelWorld:
         return pairs
 
     def make_step(self, tokens: int, pairs: Pairs | None, overlap: bool = False) -> Callable[[], None]:
-        """All linear layers of a forward pass over `tokens` tokens, with the batch's adapters unless `pairs` is None.
+        """A forward pass over `tokens` tokens but for attention, with the batch's adapters unless `pairs` is None.
 
-        overlap: shrink on a stream of its own, beside the base product.
+        Linear layers, norms, rotation and activation, each in our form; where attention is, a launch over its output.
+        overlap: shrink and expand on a stream of their own, beside the base product.
         """
-        xs = [torch.randn(tokens, layer.d_in, dtype=self.dtype, device=self.device) for layer in self.shape]
+        qkv, o = self.shape[:2]
         ys = [torch.zeros(tokens, sum(layer.widths), dtype=self.dtype, device=self.device) for layer in self.shape]
-        side = self.side if overlap else None
+        attended = torch.randn(tokens, o.d_in, dtype=self.dtype, device=self.device)
+        residual = torch.randn(tokens, qkv.d_in, dtype=self.dtype, device=self.device)
+        norm = torch.ones(qkv.d_in, dtype=self.dtype, device=self.device)
         angles = torch.rand(tokens, HEADS[self.width], device=self.device)
         rotation = Rotation(torch.arange(tokens, device=self.device), angles, HEADS[self.width])
+        side = self.side if overlap else None
+        Output = tuple[torch.Tensor, Shrunk | None, torch.Tensor | None]
+
+        def multiply(number: int, index: int, x: torch.Tensor) -> Output:
+            """The layer's product, and its adapters' part as far as it is known beside it."""
+            layer, y, weight = self.shape[index], ys[index], self.weights[number][index].T
+            if pairs is None:
+                torch.mm(x, weight, out=y)
+                return y, None, None
+            delta: torch.Tensor | None = None
+            if side is not None:
+                side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                shrunk = shrink(x, self.table, self.pool, pairs, number, layer.modules, layer.widths)
+                if side is not None:
+                    delta = expand_delta(shrunk, self.table, self.pool, pairs, tokens, layer.offsets)
+            torch.mm(x, weight, out=y)
+            if side is not None:
+                torch.cuda.current_stream().wait_stream(side)
+            return y, shrunk, delta
+
+        def normalize(y: torch.Tensor, shrunk: Shrunk | None, delta: torch.Tensor | None) -> None:
+            if pairs is not None and shrunk is not None and delta is None:
+                expand(shrunk, y, self.table, self.pool, pairs, (0,))
+            add_and_normalize(y, delta, residual, norm, 1e-5)
 
         def step() -> None:
+            y, shrunk, delta = ys[3], None, None
             for number in range(self.num_layers):
-                for layer, x, y, weight in zip(self.shape, xs, ys, self.weights[number], strict=True):
-                    if tokens <= 256:
-                        x.neg_()  # a model has a norm, a rotation or an activation before every product
-                    activates, rotates = len(layer.modules) == 2, len(layer.modules) == 3
-                    if pairs is None:
-                        torch.mm(x, weight.T, out=y)
-                        if activates:
-                            silu_and_mul(y)
-                        elif rotates:
-                            rotate_heads(y[:, : sum(layer.widths[:2])], rotation)
-                        continue
-                    if side is not None:
-                        side.wait_stream(torch.cuda.current_stream())
-                    with torch.cuda.stream(side):
-                        shrunk = shrink(x, self.table, self.pool, pairs, number, layer.modules, layer.widths)
-                    torch.mm(x, weight.T, out=y)
-                    if side is not None:
-                        torch.cuda.current_stream().wait_stream(side)
-                    if activates:
-                        expand_and_activate(shrunk, y, self.table, self.pool, pairs)
-                    elif rotates:
-                        expand_and_rotate(shrunk, y, self.table, self.pool, pairs, layer.offsets, rotation)
-                    else:
-                        expand(shrunk, y, self.table, self.pool, pairs, layer.offsets)
+                normalize(y, shrunk, delta)
+                y, shrunk, delta = multiply(number, 0, y)
+                if pairs is not None and shrunk is not None and delta is None:
+                    expand_and_rotate(shrunk, y, self.table, self.pool, pairs, qkv.offsets, rotation)
+                else:  # without adapters nothing reads v
+                    rotated = qkv.offsets[2]
+                    add_and_rotate(y if delta is not None else y[:, :rotated], delta, rotation, rotated)
+                attended.neg_()
+                normalize(*multiply(number, 1, attended))
+                y, shrunk, delta = multiply(number, 2, ys[1])
+                if pairs is not None and shrunk is not None and delta is None:
+                    activated = expand_and_activate(shrunk, y, self.table, self.pool, pairs)
+                else:
+                    activated = add_and_activate(y, delta)
+                y, shrunk, delta = multiply(number, 3, activated)
+            normalize(y, shrunk, delta)
 
         return step
-
-
-@triton.jit
-def _silu_and_mul(y, out, D: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.program_id(1).to(tl.int64)
-    gate = tl.load(y + row * 2 * D + d, mask=d < D)
-    up = tl.load(y + row * 2 * D + D + d, mask=d < D)
-    tl.store(out + row * D + d, activate(gate, up), mask=d < D)
-
-
-def silu_and_mul(y: torch.Tensor) -> torch.Tensor:
-    """What the base model does to gate and up: (T, 2 d) -> (T, d)."""
-    if not y.is_cuda:
-        gate, up = y.chunk(2, dim=1)
-        return torch.nn.functional.silu(gate) * up
-    out = torch.empty(y.shape[0], y.shape[1] // 2, dtype=y.dtype, device=y.device)
-    _silu_and_mul[(triton.cdiv(out.shape[1], 1024), out.shape[0])](y, out, out.shape[1], 1024)
-    return out
-
-
-@triton.jit
-def _rotate_heads(y, positions, cos_sin, num_tokens, y_stride, HEAD: tl.constexpr, BLOCK_T: tl.constexpr):  # type: ignore[no-untyped-def]
-    tokens = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    exists = tokens < num_tokens
-    cells = y + tokens.to(tl.int64)[:, None] * y_stride + tl.program_id(0) * HEAD + tl.arange(0, HEAD)[None, :]
-    position = tl.load(positions + tokens, mask=exists, other=0)
-    tile = tl.load(cells, mask=exists[:, None], other=0.0)
-    angles = cos_sin + position[:, None] * HEAD
-    tl.store(cells, rotate(tile, angles, angles + HEAD // 2, HEAD), mask=exists[:, None])
-
-
-def rotate_heads(y: torch.Tensor, rotation: Rotation) -> None:
-    """What the base model does to q and k (T, columns), in place."""
-    if not y.is_cuda:
-        y.copy_(rotation.apply(y))
-        return
-    grid = (y.shape[1] // rotation.head, triton.cdiv(y.shape[0], 4))
-    _rotate_heads[grid](y, rotation.positions, rotation.cos_sin, y.shape[0], y.stride(0), rotation.head, 4)
 
 
 @functools.lru_cache(1)
@@ -288,11 +284,24 @@ def main() -> None:
         note = f"256 requests, 3 adapters each; {len(times)} updates, the slowest {max(times):.2g} ms"
         typical = statistics.median(times)
         report.add(results.record(f"host_preparation_ms/{name}", typical, "ms", limit="value <= 0.15", note=note))
-    for name, adapters, members in (("1", 1, 1), ("8", 8, 1), ("32", 32, 1), ("mix3of8", 8, 3)):
+
+    def add(name: str, world: KernelWorld, adapters: int, members: int, rank: str) -> None:
         added, base = decode_added(world, 32, decode_mixes(32, adapters, members))
-        baseline = ("products, rotations and activations without LoRA, as one graph", base)
-        note = f"32 requests, rank 16, {arguments.layers} layers"
+        baseline = ("the same without LoRA, as one graph", base)
+        note = f"32 requests, rank {rank}, {arguments.layers} layers"
         report.add(results.record(f"decode_added_ms/{name}", added, "ms", baseline=baseline, note=note))
+
+    for name, adapters, members in (("1", 1, 1), ("8", 8, 1), ("32", 32, 1), ("mix3of8", 8, 3)):
+        add(name, world, adapters, members, "16")
+    for rank in (1, 4, 8, 64):
+        del world
+        world = KernelWorld([rank] * 32, arguments.layers, **shape)
+        for adapters in (8, 32):
+            add(f"{adapters}_r{rank}", world, adapters, 1, str(rank))
+    for name, note, uneven in (("8_r5", "5", {}), ("8_r5_one_r64", "5, 64 in o_proj", {3: 64})):
+        del world
+        world = KernelWorld([5] * 32, arguments.layers, uneven=uneven, **shape)
+        add(name, world, 8, 1, note)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """Serving with adapters against the base model and SGLang's own LoRA backends, on one GPU, in one run.
 
     python -m benchmarks.kernels [--cases decode/1 prefill/8 ...] [--servers base triton_v2 ours ...] [--out FOLDER]
+    python -m benchmarks.kernels --prefill-graphs
 
 Needs one GPU with 140 GB (up to five servers of the Llama-3-8B shape with random weights stand side by side; one works at a
 time). The file is written after the base model's first measurement and after every case; a server that is not up in time is
 left out. 32 requests of 256 prompt tokens make 128 tokens each (decode); 8 requests of 1,024 prompt tokens make one (prefill); a
 request of 64, alone, makes one (short: what an agent's next turn waits for), ten times. A number
-is the median of three runs after one that warms up; the base model runs first and last. Servers
-whose name ends in prefill_graphs prefill with CUDA graphs, the others without; against base_prefill_graphs a metric ends in
-``/prefill_graphs``. They serve adapters of rank 16 alone. Our host tier copies what is used a second
+is the median of three runs after one that warms up; the base model runs first and last. SGLang's own backends have a server
+for adapters of rank 16 and one, triton_v2_rank_64, for the others. Our host tier copies what is used a second
 time (``write_through_selective``): no prompt of these runs is. Results: ``kernels_<gpu>.json``.
+
+With ``--prefill-graphs``: the base model, triton_v2 and ours with CUDA graphs for prefills too, and ours without, adapters of
+rank 16 alone; what has the graphs is compared with the base model that has them. Results: ``kernels_prefill_graphs_<gpu>.json``.
 """
 
 from __future__ import annotations
@@ -38,8 +41,9 @@ RUNS = 3
 START_SECONDS = 240
 KINDS = {"decode": (32, 256, 128, 1), "prefill": (8, 1024, 1, 1), "short": (1, 64, 1, 10)}
 """Kind of case -> requests at once, prompt tokens and new tokens of each, times one after the other."""
-SERVERS = ("base", "base_prefill_graphs", "csgmv", "triton_v2", "triton_v2_prefill_graphs", "ours", "ours_prefill_graphs")
-DEFAULT_SERVERS = ("base", "base_prefill_graphs", "triton_v2", "ours", "ours_prefill_graphs")
+WITHOUT_GRAPHS = ("base", "csgmv", "triton_v2", "triton_v2_rank_64", "ours")
+WITH_GRAPHS = ("base_prefill_graphs", "triton_v2_prefill_graphs", "ours_prefill_graphs", "ours")
+SERVERS = tuple(dict.fromkeys((*WITHOUT_GRAPHS, *WITH_GRAPHS)))
 _SEEDS = itertools.count()
 
 
@@ -51,13 +55,11 @@ class Case:
         name: its kind (`KINDS`), then what it asks for.
         mixes: request i has mix i modulo their number.
         wanted: tokens per second over the base model's.
-        stock: SGLang's own backends can serve it.
     """
 
     name: str
     mixes: Sequence[Mix]
     wanted: float | None = None
-    stock: bool = False
 
     @property
     def kind(self) -> str:
@@ -65,11 +67,13 @@ class Case:
 
     def is_for(self, server: str) -> bool:
         """Whether a server has the adapters, and can serve mixes of them."""
-        if server.startswith("base"):
-            return False
-        if server.endswith("prefill_graphs") and any(not name.startswith("r16_") for mix in self.mixes for name in mix):
-            return False
-        return self.stock or server.startswith("ours")
+        rank_16 = all(name.startswith("r16_") for mix in self.mixes for name in mix)
+        if server == "ours":
+            return True
+        if server == "ours_prefill_graphs":
+            return rank_16
+        can_serve = all(len(mix) == 1 for mix in self.mixes) and rank_16 == (server != "triton_v2_rank_64")
+        return can_serve and not server.startswith("base")
 
 
 def _distinct(rank: int, count: int) -> list[Mix]:
@@ -78,18 +82,18 @@ def _distinct(rank: int, count: int) -> list[Mix]:
 
 _MIXES = [{f"r16_{(index + offset) % 8}": 0.5 - 0.1 * offset for offset in range(3)} for index in range(8)]
 CASES = (
-    Case("decode/1", _distinct(16, 1), 0.95, stock=True),
-    Case("decode/8", _distinct(16, 8), 0.93, stock=True),
-    Case("decode/32", _distinct(16, 32), 0.85, stock=True),
+    Case("decode/1", _distinct(16, 1), 0.95),
+    Case("decode/8", _distinct(16, 8), 0.93),
+    Case("decode/32", _distinct(16, 32), 0.85),
     Case("decode/mix3of8", _MIXES, 0.85),
     Case("decode/mixed_ranks", [{f"r{rank}_{index}": 1.0} for index in range(2) for rank in (8, 16, 32, 64)], 0.90),
     Case("decode/8_r4", _distinct(4, 8), 0.95),
     Case("decode/8_r8", _distinct(8, 8)),
     Case("decode/8_r32", _distinct(32, 8)),
     Case("decode/8_r64", _distinct(64, 8)),
-    Case("prefill/8", _distinct(16, 8), 0.90, stock=True),
+    Case("prefill/8", _distinct(16, 8), 0.90),
     Case("prefill/mix3of8", _MIXES),
-    Case("short/1", _distinct(16, 1), stock=True),
+    Case("short/1", _distinct(16, 1)),
     Case("short/mix3of8", _MIXES),
 )
 ADAPTERS = {16: 32, 4: 8, 8: 8, 32: 8, 64: 8}
@@ -135,19 +139,24 @@ def make_servers(work: Path) -> dict[str, Server]:
     # Few sizes start faster; these are the batches' own: all requests at once, or the first alone and then the rest.
     graphs = ["--cuda-graph-backend-prefill", "breakable", "--chunked-prefill-size", "8192"]
     graphs += ["--cuda-graph-bs-prefill", "256", "512", "1024", "2048", "4096", "7168", "7936", "8192"]
-    stock = [*small, "--enable-lora", "--max-lora-rank", "16", "--max-loras-per-batch", "32", "--max-loaded-loras", "32"]
-    stock += ["--lora-target-modules", "all", "--lora-paths", *(f"r16_{index}={work}/r16_{index}" for index in range(32))]
     paths = [f"r{rank}_{index}={work}/r{rank}_{index}" for rank, count in ADAPTERS.items() for index in range(count)]
+    rank_16 = [path for path in paths if path.startswith("r16_")]
+
+    def stock(rank: int, at_once: int, loaded: Sequence[str]) -> list[str]:
+        sizes = ["--max-lora-rank", str(rank), "--max-loras-per-batch", str(at_once), "--max-loaded-loras", str(len(loaded))]
+        return [*small, "--enable-lora", *sizes, "--lora-target-modules", "all", "--lora-paths", *loaded]
+
+    stock_16, stock_64 = stock(16, 32, rank_16), stock(64, 8, [path for path in paths if path not in rank_16[2:]])
     ours = [*common, "--lora-tree", "--max-loras-per-batch", "32"]
     ours += ["--hicache-ratio", "1.1", "--hicache-write-policy", "write_through_selective"]
     ours += ["--max-loaded-loras", "64"]
-    rank_16 = [path for path in paths if path.startswith("r16_")]
     return {
         "base": Server([*small, *eager], work / "base.log"),
         "base_prefill_graphs": Server([*small, *graphs], work / "base_prefill_graphs.log"),
-        "csgmv": Server([*stock, *eager, "--lora-backend", "csgmv"], work / "csgmv.log"),
-        "triton_v2": Server([*stock, *eager, "--lora-backend", "triton_v2"], work / "triton_v2.log"),
-        "triton_v2_prefill_graphs": Server([*stock, *graphs, "--lora-backend", "triton_v2"], work / "triton_v2_graphs.log"),
+        "csgmv": Server([*stock_16, *eager, "--lora-backend", "csgmv"], work / "csgmv.log"),
+        "triton_v2": Server([*stock_16, *eager, "--lora-backend", "triton_v2"], work / "triton_v2.log"),
+        "triton_v2_rank_64": Server([*stock_64, *eager, "--lora-backend", "triton_v2"], work / "triton_v2_rank_64.log"),
+        "triton_v2_prefill_graphs": Server([*stock_16, *graphs, "--lora-backend", "triton_v2"], work / "triton_v2_graphs.log"),
         "ours": Server([*ours, *eager, "--max-total-tokens", "130000", "--lora-paths", *paths], work / "ours.log"),
         "ours_prefill_graphs": Server(
             [*ours, *graphs, "--max-total-tokens", "50000", "--lora-paths", *rank_16], work / "ours_graphs.log"
@@ -202,15 +211,16 @@ def serve(work: Path, names: Sequence[str] | None, server_names: Sequence[str], 
                         except (RuntimeError, OSError) as error:
                             print(f"{name} {case.name}: {error}", flush=True)
                 write(make_records(chosen, rates))
-            if "base" in up:
-                rates["base", kind] += measure(servers["base"], None, kind)
-                print("base", kind, [round(rate) for rate in rates["base", kind]], flush=True)
-                write(make_records(chosen, rates))
+            for name in ("base", "base_prefill_graphs"):
+                if name in up:
+                    rates[name, kind] += measure(servers[name], None, kind)
+                    print(name, kind, [round(rate) for rate in rates[name, kind]], flush=True)
+            write(make_records(chosen, rates))
     return make_records(chosen, rates)
 
 
 def make_records(cases: Sequence[Case], rates: Mapping[tuple[str, str], list[float]]) -> Records:
-    """The base model's rates, and every case's over them."""
+    """The base models' rates, and every case's over that of the base model with the same prefills."""
     records = [
         results.record(f"{label}_rate/{name}", statistics.median(values), "tok/s")
         for (name, label), values in rates.items()
@@ -218,32 +228,33 @@ def make_records(cases: Sequence[Case], rates: Mapping[tuple[str, str], list[flo
     ]
     for case in cases:
         kind, _, rest = case.name.partition("/")
-        for base, suffix in (("base", ""), ("base_prefill_graphs", "/prefill_graphs")):
-            for name in ("ours", "ours_prefill_graphs", "csgmv", "triton_v2", "triton_v2_prefill_graphs"):
-                if (name, case.name) not in rates or (base, kind) not in rates:
-                    continue
-                metric = f"{kind}_vs_base/{rest}" + ("" if name == "ours" else f"/{name}") + suffix
-                alike = name.endswith("prefill_graphs") == (base == "base_prefill_graphs")
-                limit = f"ratio >= {case.wanted}" if name.startswith("ours") and alike and case.wanted else None
-                value, baseline = statistics.median(rates[name, case.name]), statistics.median(rates[base, kind])
-                records.append(results.record(metric, value, "tok/s", baseline=(f"{base} without LoRA", baseline), limit=limit))
+        for name in SERVERS:
+            base = "base_prefill_graphs" if ("base", kind) not in rates or name.endswith("prefill_graphs") else "base"
+            if (name, case.name) not in rates or (base, kind) not in rates:
+                continue
+            metric = f"{kind}_vs_base/{rest}" + ("" if name == "ours" else f"/{name}")
+            limit = f"ratio >= {case.wanted}" if name.startswith("ours") and case.wanted else None
+            value, baseline = statistics.median(rates[name, case.name]), statistics.median(rates[base, kind])
+            records.append(results.record(metric, value, "tok/s", baseline=(f"{base} without LoRA", baseline), limit=limit))
     return records
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES])
-    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(DEFAULT_SERVERS))
+    parser.add_argument("--servers", nargs="+", choices=SERVERS)
+    parser.add_argument("--prefill-graphs", action="store_true")
     parser.add_argument("--out", type=Path, default=results.RESULTS)
     arguments = parser.parse_args()
     machine = results.gpu()
+    topic = "kernels_prefill_graphs" if arguments.prefill_graphs else "kernels"
     with tempfile.TemporaryDirectory() as folder:
         try:
             records = serve(
                 Path(folder),
                 arguments.cases,
-                arguments.servers,
-                lambda records: results.write("kernels", machine, records, arguments.out),
+                arguments.servers or (WITH_GRAPHS if arguments.prefill_graphs else WITHOUT_GRAPHS),
+                lambda records: results.write(topic, machine, records, arguments.out),
             )
             print(results.table(records))
         finally:

@@ -12,7 +12,9 @@ so CUDA graphs stay valid. `lora.shrink` and `lora.expand` are the two halves of
 pool.py, table.py, pairs.py   what the kernels read: slots, adapters, the batch; staging.py copies it to the device
 lora.py                       the interface: checks operands, chooses Triton or plain torch
 shrink.py, locate.py          z = w s x A^T, and where B's rows lie: one launch
-expand.py                     y += z B, and what the model does next to gate and up (silu) or to q and k (rotation.py)
+expand.py                     y += z B; for many tokens also what the model does next to gate and up or to q and k
+finish.py                     for few tokens: what the model does next to y (norm, rotation, silu), with z B added on the way
+rotation.py                   where a batch's tokens stand
 rows.py                       what the Triton kernels share
 dispatch.py                   tiles and warps by the number of tokens, per GPU
 reference.py                  the same in plain torch: the oracle, and the path on a CPU

@@ -13,6 +13,8 @@ from sglang_lora_tree.kernels.rotation import Rotation
 from sglang_lora_tree.kernels.rows import activate, add_and_round, block_width, ceil_divide, rotate, upcasts
 from sglang_lora_tree.kernels.table import RANK_TILE
 
+TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
 
 @triton.jit
 def _dot(z, b, total, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -66,24 +68,25 @@ def _delta(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _expand_kernel(  # type: ignore[no-untyped-def]
-    parts, b_rows, y, activated, positions, cos_sin, order, item_indptr, num_tokens, y_stride, part_stride, cos_sin_stride,
-    W: tl.constexpr, PARTS: tl.constexpr, MOST_CHUNKS: tl.constexpr, OUTPUT_OFFSETS: tl.constexpr, OUTPUT_WIDTHS: tl.constexpr,
-    FIRST_BLOCKS: tl.constexpr, ACTIVATE: tl.constexpr, HEAD: tl.constexpr, RANK_TILE: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr, UPCAST: tl.constexpr,
+    parts, b_rows, y, delta, activated, positions, cos_sin, order, item_indptr, num_tokens, y_stride, part_stride, cos_sin_stride,
+    DTYPE: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr, MOST_CHUNKS: tl.constexpr, OUTPUT_OFFSETS: tl.constexpr,
+    OUTPUT_WIDTHS: tl.constexpr, FIRST_BLOCKS: tl.constexpr, ACTIVATE: tl.constexpr, HEAD: tl.constexpr,
+    RANK_TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of outputs of one module, inside one chunk of W, x a tile of tokens.
 
     All items of the tile are added up in registers, BLOCK_R ranks at a time; y is read once and written once. With
     ACTIVATE the block is one of the gate and the same one of up, and silu(gate) * up is written instead. With HEAD, the
-    width of an attention head, the outputs are q, k and v, and q and k are rotated to their tokens' positions.
+    width of an attention head, the outputs are q, k and v, and q and k are rotated to their tokens' positions. With a delta
+    the sum is written there, and y is not read: it may be computed meanwhile.
     """
     NUM: tl.constexpr = len(OUTPUT_WIDTHS)
     BLOCKS: tl.constexpr = (W + BLOCK_D - 1) // BLOCK_D  # per chunk
-    DTYPE: tl.constexpr = y.dtype.element_ty
     tile = tl.program_id(1)
     item_begin = tl.load(item_indptr + tile)
     item_end = tl.load(item_indptr + tile + 1)
-    if not ACTIVATE and not HEAD:
+    if delta is None and not ACTIVATE and not HEAD:
         if item_begin >= item_end:
             return
 
@@ -114,40 +117,50 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     d_mask = (inside < W) & (d < output_width)
 
     tokens = tl.load(order + tile * BLOCK_T + tl.arange(0, BLOCK_T))
-    outputs = y + tokens.to(tl.int64)[:, None] * y_stride + output_offset + d[None, :]
+    cells = tokens.to(tl.int64)[:, None] * y_stride + output_offset + d[None, :]
     mask = (tokens < num_tokens)[:, None] & d_mask[None, :]
-    base = tl.load(outputs, mask=mask, other=0.0)
-    total = _delta(
-        parts, b_rows, item_begin, item_end, m, chunk, inside, d_mask, part_stride, DTYPE, PARTS, MOST_CHUNKS, NUM, RANK_TILE,
-        BLOCK_T, BLOCK_R, BLOCK_D, ALIGNED, UPCAST,
-    )  # fmt: skip
-    if ACTIVATE:
-        gate = add_and_round(base, total)
-        base = tl.load(outputs + OUTPUT_OFFSETS[1], mask=mask, other=0.0)
+    if delta is not None:
         total = _delta(
-            parts, b_rows, item_begin, item_end, m + 1, chunk, inside, d_mask, part_stride, DTYPE, PARTS, MOST_CHUNKS, NUM,
-            RANK_TILE, BLOCK_T, BLOCK_R, BLOCK_D, ALIGNED, UPCAST,
+            parts, b_rows, item_begin, item_end, m, chunk, inside, d_mask, part_stride, DTYPE, PARTS, MOST_CHUNKS, NUM, RANK_TILE,
+            BLOCK_T, BLOCK_R, BLOCK_D, ALIGNED, UPCAST,
         )  # fmt: skip
-        cells = activated + tokens.to(tl.int64)[:, None] * OUTPUT_WIDTHS[0] + d[None, :]
-        tl.store(cells, activate(gate, add_and_round(base, total)), mask=mask)
-    elif HEAD:
-        finished = add_and_round(base, total)
-        if m < 2:
-            position = tl.load(positions + tokens, mask=tokens < num_tokens, other=0)
-            angles = cos_sin + position.to(tl.int64)[:, None] * cos_sin_stride + first_angle
-            finished = rotate(finished, angles, angles + HEAD // 2, HEAD if HEAD < BLOCK_D else BLOCK_D)
-        tl.store(outputs, finished, mask=mask)
+        tl.store(delta + cells, total, mask=mask)
     else:
-        tl.store(outputs, add_and_round(base, total), mask=mask)
+        base = tl.load(y + cells, mask=mask, other=0.0)
+        total = _delta(
+            parts, b_rows, item_begin, item_end, m, chunk, inside, d_mask, part_stride, DTYPE, PARTS, MOST_CHUNKS, NUM, RANK_TILE,
+            BLOCK_T, BLOCK_R, BLOCK_D, ALIGNED, UPCAST,
+        )  # fmt: skip
+        finished = add_and_round(base, total)
+        if ACTIVATE:
+            base = tl.load(y + cells + OUTPUT_OFFSETS[1], mask=mask, other=0.0)
+            total = _delta(
+                parts, b_rows, item_begin, item_end, m + 1, chunk, inside, d_mask, part_stride, DTYPE, PARTS, MOST_CHUNKS, NUM,
+                RANK_TILE, BLOCK_T, BLOCK_R, BLOCK_D, ALIGNED, UPCAST,
+            )  # fmt: skip
+            halves = activated + tokens.to(tl.int64)[:, None] * OUTPUT_WIDTHS[0] + d[None, :]
+            tl.store(halves, activate(finished, add_and_round(base, total)), mask=mask)
+        else:
+            if HEAD:
+                if m < 2:
+                    position = tl.load(positions + tokens, mask=tokens < num_tokens, other=0)
+                    angles = cos_sin + position.to(tl.int64)[:, None] * cos_sin_stride + first_angle
+                    finished = rotate(finished, angles, angles + HEAD // 2, HEAD if HEAD < BLOCK_D else BLOCK_D)
+            tl.store(y + cells, finished, mask=mask)
 
 
 def expand(
     parts: torch.Tensor, b_rows: torch.Tensor, y: torch.Tensor, pool: PoolView, pairs: Pairs,
     output_offsets: tuple[int, ...], output_widths: tuple[int, ...],
-    activated: torch.Tensor | None = None, rotation: Rotation | None = None,
+    activated: torch.Tensor | None = None, rotation: Rotation | None = None, is_delta: bool = False,
 ) -> None:  # fmt: skip
-    """Add z B over a tile's items to y[t, output m], rounding once; then activate or rotate it. See lora.expand."""
+    """Add z B over a tile's items to y[t, output m], rounding once; then activate or rotate it. See lora.expand.
+
+    is_delta: y is float32, and z B is written there, 0 where there is none. See lora.expand_delta.
+    """
     if pairs.launch_items == 0 and activated is None and rotation is None:
+        if is_delta:
+            y.zero_()
         return
     config = dispatch.choose(y.shape[0], y.device)
     head = 0 if rotation is None else rotation.head
@@ -156,10 +169,10 @@ def expand(
     first_blocks = tuple(sum(blocks[:i]) for i in range(len(blocks)))
     grid = (sum(blocks) if activated is None else blocks[0], ceil_divide(y.shape[0], pairs.block_t))
     _expand_kernel[grid](
-        parts, b_rows, y, activated, None if rotation is None else rotation.positions,
-        None if rotation is None else rotation.cos_sin, pairs.order, pairs.item_indptr, y.shape[0], y.stride(0), parts.stride(0),
-        0 if rotation is None else rotation.cos_sin.stride(0),
-        W=pool.width, PARTS=parts.shape[0], MOST_CHUNKS=b_rows.shape[2],
+        parts, b_rows, None if is_delta else y, y if is_delta else None, activated,
+        None if rotation is None else rotation.positions, None if rotation is None else rotation.cos_sin, pairs.order,
+        pairs.item_indptr, y.shape[0], y.stride(0), parts.stride(0), 0 if rotation is None else rotation.cos_sin.stride(0),
+        DTYPE=TRITON_TYPES[pool.dtype], W=pool.width, PARTS=parts.shape[0], MOST_CHUNKS=b_rows.shape[2],
         OUTPUT_OFFSETS=output_offsets, OUTPUT_WIDTHS=output_widths, FIRST_BLOCKS=first_blocks,
         ACTIVATE=activated is not None, HEAD=head, RANK_TILE=RANK_TILE, BLOCK_T=pairs.block_t,
         BLOCK_R=config.expand_items * RANK_TILE,

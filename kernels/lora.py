@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -115,6 +116,75 @@ def expand(
     expand_triton(shrunk.z, shrunk.b_rows, y, pool, pairs, output_offsets, shrunk.output_widths)
 
 
+def expand_delta(
+    shrunk: Shrunk, table: AdapterTable, pool: PoolView, pairs: Pairs, num_tokens: int, output_offsets: tuple[int, ...]
+) -> torch.Tensor:
+    """The members' contributions by themselves, which `add_and_normalize` and its like add to the base model's output.
+
+    Needs nothing of that output, so it can run beside its product, as `shrink`.
+
+    Parameters
+    ----------
+    shrunk, table, pool, pairs, output_offsets
+        As in `expand`; the modules' columns fill a row.
+    num_tokens : int
+        T, rows of the output.
+
+    Returns
+    -------
+    Tensor
+        float32 (T, columns); 0 where nothing is added.
+    """
+    columns = output_offsets[-1] + shrunk.output_widths[-1]
+    if shrunk.b_rows is None:
+        delta = torch.zeros(num_tokens, columns, dtype=torch.float32, device=shrunk.z.device)
+        reference.expand(
+            shrunk.z, delta, table, pool, pairs, shrunk.layer, shrunk.modules, output_offsets, shrunk.output_widths, shrunk.d_in
+        )
+        return delta
+    from sglang_lora_tree.kernels.expand import expand as expand_triton
+
+    delta = torch.empty(num_tokens, columns, dtype=torch.float32, device=shrunk.z.device)
+    expand_triton(shrunk.z, shrunk.b_rows, delta, pool, pairs, output_offsets, shrunk.output_widths, is_delta=True)
+    return delta
+
+
+def add_and_normalize(
+    y: torch.Tensor, delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> None:
+    """Add a delta to the output of o_proj or down_proj where the model adds it to the residual and normalises, in place.
+
+    As SGLang's fused_add_rmsnorm: residual becomes y + delta + residual, y the RMS norm of that sum before it is rounded.
+
+    Parameters
+    ----------
+    y, residual : Tensor
+        (T, D), the model's dtype, contiguous rows.
+    delta : Tensor or None
+        float32 (T, D), of `expand_delta`. y + delta is rounded to y's dtype, as `expand` leaves it.
+    weight : Tensor
+        (D,), of the norm.
+    epsilon : float
+    """
+    _check_delta(y, delta)
+    assert residual.shape == y.shape and weight.shape == (y.shape[1],), f"residual {residual.shape}, weight {weight.shape}"
+    _finisher(y).normalize(y, delta, residual, weight, epsilon)
+
+
+def add_and_rotate(y: torch.Tensor, delta: torch.Tensor | None, rotation: Rotation, rotated: int) -> None:
+    """Add a delta to q, k and v where the model rotates q and k, in place. y (T, D): its first `rotated` columns are rotated."""
+    _check_delta(y, delta)
+    assert rotated % rotation.head == 0 and fits_rotation(rotation.head, rotated), f"no heads of {rotation.head} in {rotated}"
+    _finisher(y).rotate_heads(y, delta, rotation, rotated)
+
+
+def add_and_activate(y: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    """silu(gate) * up of y + delta (T, 2 d), gate then up: (T, d), y's dtype. gate and up are rounded in between."""
+    _check_delta(y, delta)
+    activated: torch.Tensor = _finisher(y).activate_halves(y, delta)
+    return activated
+
+
 def expand_and_activate(
     shrunk: Shrunk, y: torch.Tensor, table: AdapterTable, pool: PoolView, pairs: Pairs
 ) -> torch.Tensor:
@@ -215,6 +285,20 @@ def uses_triton(device: torch.device) -> bool:
 def overlaps(x: torch.Tensor) -> bool:
     """Whether `shrink` of this x should run on a stream of its own, beside the base model's product."""
     return x.is_cuda and dispatch.choose(x.shape[0], x.device).overlap
+
+
+def _finisher(y: torch.Tensor) -> Any:
+    """finish.py or its reference: modules of the same functions."""
+    if not uses_triton(y.device):
+        return reference
+    from sglang_lora_tree.kernels import finish
+
+    return finish
+
+
+def _check_delta(y: torch.Tensor, delta: torch.Tensor | None) -> None:
+    assert y.dim() == 2 and y.stride(1) == 1, "y must be (T, d) with contiguous rows"
+    assert delta is None or (delta.shape == y.shape and delta.dtype == torch.float32), f"a delta {delta.shape} for {y.shape}"
 
 
 def _check_operand(name: str, operand: torch.Tensor, pool: PoolView, pairs: Pairs) -> None:

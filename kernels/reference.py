@@ -10,6 +10,7 @@ import torch
 
 from sglang_lora_tree.kernels.pairs import Pairs
 from sglang_lora_tree.kernels.pool import PoolView
+from sglang_lora_tree.kernels.rotation import Rotation
 from sglang_lora_tree.kernels.table import AdapterTable
 
 
@@ -101,3 +102,28 @@ def expand(
             if total is not None:
                 output = y[:, offset : offset + width]
                 output[tokens] = (output[tokens].float() + total).to(y.dtype)
+
+
+def add_and_round(y: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    """y + delta (float32), rounded once to y's dtype; y keeps its bits where delta is 0."""
+    return y if delta is None else torch.where(delta == 0, y, (y.float() + delta).to(y.dtype))
+
+
+def normalize(y: torch.Tensor, delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
+    """residual += y + delta, and y = the RMS norm of that sum, in place. See lora.add_and_normalize."""
+    total = add_and_round(y, delta).float() + residual.float()
+    residual.copy_(total)
+    y.copy_(total * (total.square().mean(1, keepdim=True) + epsilon).rsqrt() * weight.float())
+
+
+def rotate_heads(y: torch.Tensor, delta: torch.Tensor | None, rotation: Rotation, rotated: int) -> None:
+    """y += delta, then rotate the first `rotated` columns, in place. See lora.add_and_rotate."""
+    finished = add_and_round(y, delta)
+    y[:, rotated:] = finished[:, rotated:]
+    y[:, :rotated] = rotation.apply(finished[:, :rotated])
+
+
+def activate_halves(y: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    """silu(gate) * up of y + delta. See lora.add_and_activate."""
+    gate, up = add_and_round(y, delta).float().chunk(2, dim=1)
+    return (torch.nn.functional.silu(gate) * up).to(y.dtype)

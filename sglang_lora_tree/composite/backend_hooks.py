@@ -17,7 +17,18 @@ from sglang.srt.lora.backend.lora_registry import LORA_SUPPORTED_BACKENDS, regis
 
 from sglang_lora_tree.adapters.base_shape import MODULES
 from sglang_lora_tree.kernels import dispatch
-from sglang_lora_tree.kernels.lora import Shrunk, expand, expand_and_activate, expand_and_rotate, overlaps, shrink
+from sglang_lora_tree.kernels.lora import (
+    Shrunk,
+    add_and_activate,
+    add_and_normalize,
+    add_and_rotate,
+    expand,
+    expand_and_activate,
+    expand_and_rotate,
+    expand_delta,
+    overlaps,
+    shrink,
+)
 from sglang_lora_tree.kernels.pairs import Members, Pairs
 from sglang_lora_tree.kernels.pool import PoolView
 from sglang_lora_tree.kernels.rotation import Rotation
@@ -50,8 +61,8 @@ class ModuleGroup:
     shape: tuple[int, int, int]
     device: torch.device
     finished_later: bool = False
-    """The output goes to SiluAndMul, or q and k to the rotary embedding, and nowhere else: that adds the adapters' part
-    (finish_hooks.py)."""
+    """The output goes to one operation and nowhere else (SiluAndMul, the rotary embedding, a norm): that adds the adapters'
+    part (finish_hooks.py)."""
 
     @classmethod
     def of(
@@ -66,12 +77,19 @@ class ModuleGroup:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A gate_up or qkv output without its adapters' part, until SiluAndMul or the rotary embedding reads it."""
+    """A linear layer's output without its adapters' part, until the operation that adds it.
+
+    y: the output. offsets: where the modules' columns start. delta: the part, if it was computed beside the product.
+    """
 
     y: torch.Tensor
     shrunk: Shrunk
     offsets: tuple[int, ...]
-    """Where the modules' columns start."""
+    delta: torch.Tensor | None
+
+
+Operands = tuple[Shrunk, torch.Tensor, AdapterTable, PoolView, Pairs]
+"""What `expand` and its like take first."""
 
 
 @dataclass
@@ -215,14 +233,17 @@ class LoraTreeBackend(BaseLoRABackend):
         """y = base(x) + delta(x); with ``all_reduce`` (row-parallel layers) x, y and z are this rank's part of a sum."""
         batch: Batch = self.batch_info  # type: ignore[assignment]
         assert self.table is not None and self.pool is not None
-        assert self._unfinished is None, "nothing has finished the output of the last qkv_proj or gate_up_proj"
+        assert self._unfinished is None, "nothing has finished the output of the last linear layer"
         if not (batch.has_active_lora or batch.pairs.for_graphs):  # SGLang's warm-up while it captures
             y = base_fn()
             return y if all_reduce is None else all_reduce(y)
         operands = self.table, self.pool, batch.pairs
         widths = tuple(end - start for start, end in pairwise(offsets))
+        starts = tuple(offsets[:-1])
+        later = lora_a.finished_later and all_reduce is None
+        delta: torch.Tensor | None = None
         if overlaps(x):
-            # z is freed on the side stream, which waits for this one before it reuses the memory.
+            # z and delta are freed on the side stream, which waits for this one before it reuses the memory.
             main = torch.cuda.current_stream()
             if self._side_stream is None or self._side_stream == main:  # torch hands out 32 streams in turns
                 self._side_stream = torch.cuda.Stream()
@@ -230,26 +251,37 @@ class LoraTreeBackend(BaseLoRABackend):
             side.wait_stream(main)
             with torch.cuda.stream(side):
                 shrunk = shrink(x, *operands, lora_a.layer, lora_a.modules, widths)
+                if later:
+                    delta = expand_delta(shrunk, *operands, len(x), starts)
             y = base_fn()
             main.wait_stream(side)
         else:
             shrunk = shrink(x, *operands, lora_a.layer, lora_a.modules, widths)
             y = base_fn()
-        if lora_a.finished_later:
-            self._unfinished = Unfinished(y, shrunk, tuple(offsets[:-1]))
+            later = later and len(lora_a.modules) > 1  # expand can do without a delta what reads q, k, v or gate, up
+        if later:
+            self._unfinished = Unfinished(y, shrunk, starts, delta)
             return y
-        expand(shrunk, y, *operands, tuple(offsets[:-1]))
+        expand(shrunk, y, *operands, starts)
         return y if all_reduce is None else all_reduce(y)
 
-    def activate(self, y: torch.Tensor) -> torch.Tensor | None:
-        """silu(gate) * up of an output that ``forward_with_base`` has left unfinished; None if y is not one."""
+    def _take_unfinished(self, y: torch.Tensor, num_modules: int) -> tuple[Unfinished, Operands] | None:
+        """What ``forward_with_base`` has left of the output that y is or starts, and the operands of `expand`; once."""
         unfinished = self._unfinished
-        if unfinished is None or unfinished.y is not y:
+        if unfinished is None or unfinished.y.data_ptr() != y.data_ptr() or len(unfinished.offsets) != num_modules:
             return None
         self._unfinished = None
         batch: Batch = self.batch_info  # type: ignore[assignment]
         assert self.table is not None and self.pool is not None
-        return expand_and_activate(unfinished.shrunk, y, self.table, self.pool, batch.pairs)
+        return unfinished, (unfinished.shrunk, unfinished.y, self.table, self.pool, batch.pairs)
+
+    def activate(self, y: torch.Tensor) -> torch.Tensor | None:
+        """silu(gate) * up of an output that ``forward_with_base`` has left unfinished; None if y is not one."""
+        taken = self._take_unfinished(y, 2)
+        if taken is None:
+            return None
+        unfinished, operands = taken
+        return expand_and_activate(*operands) if unfinished.delta is None else add_and_activate(y, unfinished.delta)
 
     def rotate(self, q: torch.Tensor, rotation: Rotation | None) -> bool:
         """Finish the output that ``forward_with_base`` has left unfinished and whose first columns are q.
@@ -261,18 +293,36 @@ class LoraTreeBackend(BaseLoRABackend):
         Returns:
             Whether q and k are rotated now.
         """
-        unfinished = self._unfinished
-        if unfinished is None or unfinished.y.data_ptr() != q.data_ptr() or len(unfinished.offsets) != 3:
+        taken = self._take_unfinished(q, 3)
+        if taken is None:
             return False
-        self._unfinished = None
-        batch: Batch = self.batch_info  # type: ignore[assignment]
-        assert self.table is not None and self.pool is not None
-        operands = unfinished.shrunk, unfinished.y, self.table, self.pool, batch.pairs, unfinished.offsets
+        unfinished, operands = taken
         if rotation is None:
-            expand(*operands)
+            expand(*operands, unfinished.offsets)
+        elif unfinished.delta is None:
+            expand_and_rotate(*operands, unfinished.offsets, rotation)
+        else:
+            add_and_rotate(unfinished.y, unfinished.delta, rotation, unfinished.offsets[2])
+        return rotation is not None
+
+    def normalize(self, y: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float) -> bool:
+        """Finish the output that ``forward_with_base`` has left unfinished and that y is.
+
+        Args:
+            residual: what y is added to and normalised with, in place; None to leave that to the caller.
+
+        Returns:
+            Whether that is done now.
+        """
+        taken = self._take_unfinished(y, 1)
+        if taken is None:
             return False
-        expand_and_rotate(*operands, rotation)
-        return True
+        unfinished, operands = taken
+        if residual is None:
+            expand(*operands, unfinished.offsets)
+        else:
+            add_and_normalize(unfinished.y, unfinished.delta, residual, weight, epsilon)
+        return residual is not None
 
 
 _current: LoraTreeBackend | None = None

@@ -1,11 +1,12 @@
-"""What the model does next to gate and up, and to q and k, adds the adapters' part: outputs are read once and written once.
+"""What the model does next to a linear layer's output adds the adapters' part: no launch stands between the two for it.
 
-Hooks:
-``sglang.srt.layers.activation.SiluAndMul.forward_cuda`` (AROUND): gate and up are read once and never written again.
-``sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_cuda`` (AROUND): q, k and v, in one launch.
+Hooks, all AROUND:
+``sglang.srt.layers.activation.SiluAndMul.forward_cuda``: gate and up.
+``sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_cuda``: q, k and v.
+``sglang.srt.layers.layernorm.RMSNorm.forward_cuda``: the outputs of o_proj and down_proj, with the residual.
 
-Only in MLPs and attentions that :func:`can_activate` and :func:`can_rotate` know; in any other, ``forward_with_base`` finishes
-the output itself.
+Only in MLPs, attentions and decoder layers that :func:`can_activate`, :func:`can_rotate` and :func:`can_normalize` know; in any
+other, ``forward_with_base`` finishes the output itself.
 """
 
 from __future__ import annotations
@@ -14,25 +15,36 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.layers import layernorm
 from sglang.srt.layers.activation import SiluAndMul
+from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-from sglang.srt.models.llama import LlamaAttention
-from sglang.srt.models.qwen2 import Qwen2Attention
+from sglang.srt.models.llama import LlamaAttention, LlamaDecoderLayer
+from sglang.srt.models.qwen2 import Qwen2Attention, Qwen2DecoderLayer
 from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_lora_tree.composite import backend_hooks
 from sglang_lora_tree.kernels.lora import fits_rotation
 from sglang_lora_tree.kernels.rotation import Rotation
 
 
-def finishes_later(linear: str, parent: torch.nn.Module) -> bool:
-    """Whether the output of a linear layer of ``parent``, e.g. of "qkv_proj", is finished here.
+def finishes_later(model: torch.nn.Module, name: str) -> bool:
+    """Whether the output of a linear layer, e.g. "model.layers.0.mlp.down_proj", is finished here.
 
     Not in float32, where SGLang is run for exactness with its torch operators.
     """
+    path, _, linear = name.rpartition(".")
+    parent = model.get_submodule(path)
     if next(parent.parameters()).dtype not in (torch.bfloat16, torch.float16) or not torch.cuda.is_available():
         return False
-    return can_activate(parent) if linear == "gate_up_proj" else linear == "qkv_proj" and can_rotate(parent)
+    if linear == "gate_up_proj":
+        return can_activate(parent)
+    if linear == "qkv_proj":
+        return can_rotate(parent)
+    decoder_path, _, _ = path.rpartition(".")
+    layers_path = decoder_path.rpartition(".")[0]  # "model.layers"
+    return can_normalize(model.get_submodule(decoder_path), model.get_submodule(layers_path.rpartition(".")[0]))
 
 
 def can_activate(mlp: torch.nn.Module) -> bool:
@@ -75,6 +87,25 @@ def can_rotate(attention: torch.nn.Module) -> bool:
     )
 
 
+def can_normalize(decoder: torch.nn.Module, model: torch.nn.Module) -> bool:
+    """Whether what o_proj and down_proj put out goes to a norm with the residual, and only there.
+
+    Known of Llama's and Qwen2's decoder layers, without tensor parallelism: a rank's output is a part of a sum, which is
+    added up before the norm. model: holds the last norm.
+    """
+    if type(decoder) not in (LlamaDecoderLayer, Qwen2DecoderLayer) or get_parallel().tp_size > 1:
+        return False
+    norms: list[Any] = [decoder.input_layernorm, decoder.post_attention_layernorm, getattr(model, "norm", None)]
+    return all(
+        type(norm) is RMSNorm
+        and norm._forward_method == norm.forward_cuda
+        and norm.variance_size_override is None
+        and not norm.cast_x_before_out_mul
+        and not norm.fp32_residual
+        for norm in norms
+    )
+
+
 def activate(
     original: Callable[..., torch.Tensor], act_fn: SiluAndMul, x: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
@@ -103,7 +134,25 @@ def rotate(
     return original(rotary, positions, query, key, *args, **kwargs)
 
 
+def normalize(
+    original: Callable[..., Any],
+    norm: RMSNorm,
+    x: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """AROUND ``RMSNorm.forward_cuda``: it works in place too. Asked for more, or to be the same in every batch, it does so
+    itself, once the output is finished."""
+    backend = backend_hooks.current()
+    plain = not any(arg is not None for arg in (*args, *kwargs.values())) and not layernorm.is_batch_invariant_mode_enabled()
+    if backend is not None and backend.normalize(x, residual if plain else None, norm.weight, norm.variance_epsilon):
+        return x, residual
+    return original(norm, x, residual, *args, **kwargs)
+
+
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     ("sglang.srt.layers.activation.SiluAndMul.forward_cuda", activate, HookType.AROUND),
     ("sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_cuda", rotate, HookType.AROUND),
+    ("sglang.srt.layers.layernorm.RMSNorm.forward_cuda", normalize, HookType.AROUND),
 ]

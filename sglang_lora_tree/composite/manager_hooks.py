@@ -95,7 +95,7 @@ class TreeLoRAManager(LoRAManager):
                 assert layer is not None and fused in FUSED_MODULES, f"unexpected LoRA layer {name}"
                 base = module.base_layer
                 outputs = sum(getattr(base, "output_partition_sizes", None) or (base.output_size,))
-                later = finishes_later(fused, self.base_model.get_submodule(name.rpartition(".")[0]))
+                later = finishes_later(self.base_model, name)
                 module.set_lora_info(*ModuleGroup.of(fused, layer, outputs, self.device, later))
 
     def _register_at_start(self, ref: LoRARef) -> None:

@@ -1,5 +1,6 @@
 """Batches and the tensors that captured graphs read; the layers themselves are what the live tests ask."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_lora_tree.composite import backend_hooks, finish_hooks
-from sglang_lora_tree.composite.backend_hooks import LoraTreeBackend, ModuleGroup
+from sglang_lora_tree.composite.backend_hooks import LoraTreeBackend, ModuleGroup, Unfinished
 from sglang_lora_tree.composite.manager_hooks import TreeLoRAManager
 from sglang_lora_tree.kernels import AdapterTable, PoolView
+from sglang_lora_tree.kernels.lora import expand_delta, shrink
 from sglang_lora_tree.kernels.rotation import Rotation
 from sglang_lora_tree.kernels.table import NUM_MODULES
 
@@ -146,34 +148,53 @@ def test_base_requests_alone_launch_nothing_but_into_graphs(backend, monkeypatch
     assert torch.equal(y, torch.ones(1, 40)) and launches == (["shrink", "expand"] if runs else [])
 
 
-def unfinished_qkv(backend):
-    """A backend that has left the output of a qkv_proj to the rotary embedding: that output, and the finished one."""
-    adapter = [((1, 0.5),), ()]
-    backend.prepare([3, 2], adapter, use_decode_graph=False)
+LAYERS = {"qkv_proj": (0, 32, 48, 64), "gate_up_proj": (0, 32, 64), "o_proj": (0, 64)}
+
+
+def leave(backend, linear, beside):
+    """A layer's output without its adapters' part, left to the next operation, and the finished output.
+
+    beside: the part was computed beside the base product, as a delta.
+    """
+    backend.prepare([3, 2], [((1, 0.5),), ()], use_decode_graph=False)
     backend.pool.planes[0].normal_(generator=torch.Generator().manual_seed(1))
     x = torch.randn(5, 16, generator=torch.Generator().manual_seed(2))
-    outputs = []
-    for later in (True, False):
-        groups = ModuleGroup.of("qkv_proj", 0, 64, torch.device("cpu"), finished_later=later)
-        y = torch.linspace(-2.0, 2.0, 5 * 64).view(5, 64)
-        outputs.append(backend.forward_with_base(None, x, lambda y=y: y, *groups, None, (0, 32, 48, 64)))
-        if later:
-            backend._unfinished, unfinished = None, backend._unfinished
-    backend._unfinished = unfinished
-    assert not torch.equal(outputs[0][:3], outputs[1][:3]) and torch.equal(outputs[0][3:], outputs[1][3:])
-    return outputs
+    offsets = LAYERS[linear]
+    y = torch.linspace(-2.0, 2.0, 5 * 64).view(5, 64)
+    groups = ModuleGroup.of(linear, 0, 64, torch.device("cpu"))
+    finished = backend.forward_with_base(None, x, y.clone, *groups, None, offsets)
+    assert not torch.equal(y[:3], finished[:3]) and torch.equal(y[3:], finished[3:])
+    operands = backend.table, backend.pool, backend.batch_info.pairs
+    shrunk = shrink(x, *operands, 0, groups[0].modules, tuple(end - start for start, end in pairwise(offsets)))
+    delta = expand_delta(shrunk, *operands, 5, offsets[:-1]) if beside else None
+    backend._unfinished = Unfinished(y, shrunk, offsets[:-1], delta)
+    return y, finished
+
+
+def test_what_is_left_to_the_next_operation(backend):
+    """By a group that says so, and the same without."""
+    backend.prepare([2], [((1, 0.5),)], use_decode_graph=False)
+    backend.pool.planes[0].normal_(generator=torch.Generator().manual_seed(1))
+    x, base = torch.ones(2, 16), torch.zeros(2, 64)
+    for linear, offsets in LAYERS.items():
+        groups = ModuleGroup.of(linear, 0, 64, torch.device("cpu"), finished_later=True)
+        y = backend.forward_with_base(None, x, base.clone, *groups, None, offsets)
+        left = linear != "o_proj"  # in one piece with its product, for a norm cannot be joined with expand
+        assert torch.equal(y, base) is left and (backend._unfinished is not None) is left
+        backend._unfinished = None
 
 
 def rotary_embedding():
-    """What the hook reads of SGLang's, and its arithmetic for positions of one row."""
+    """What the hook reads of SGLang's."""
     angles = torch.arange(20)[:, None] / torch.tensor([1.0, 3.0, 9.0, 27.0])
     return SimpleNamespace(cos_sin_cache=torch.cat((angles.cos(), angles.sin()), dim=1), head_size=HEAD)
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("asks_for_more", [False, True])
-def test_the_rotary_embedding_adds_what_qkv_lacks(backend, asks_for_more):
+def test_the_rotary_embedding_adds_what_qkv_lacks(backend, asks_for_more, beside):
     """By itself, or, if it is asked for what we do not do (stored K and V), before SGLang's own runs."""
-    y, finished = unfinished_qkv(backend)
+    y, finished = leave(backend, "qkv_proj", beside)
     q, k, v = y.split((32, 16, 16), dim=1)
     rotary, positions = rotary_embedding(), torch.tensor([7, 8, 9, 0, 1])
     rotation = Rotation(positions, rotary.cos_sin_cache, HEAD)
@@ -190,10 +211,43 @@ def test_the_rotary_embedding_adds_what_qkv_lacks(backend, asks_for_more):
     assert backend._unfinished is None
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_activation_adds_what_gate_and_up_lack(backend, beside):
+    y, finished = leave(backend, "gate_up_proj", beside)
+    activated = finish_hooks.activate(lambda *operands: pytest.fail("activated twice"), SimpleNamespace(), y)
+    torch.testing.assert_close(activated, torch.nn.functional.silu(finished[:, :32]) * finished[:, 32:])
+    assert backend._unfinished is None
+
+
+@pytest.mark.parametrize("asks_for_more", [False, True])
+def test_the_norm_adds_what_the_output_lacks(backend, asks_for_more):
+    y, finished = leave(backend, "o_proj", beside=True)
+    residual = torch.randn(5, 64, generator=torch.Generator().manual_seed(3))
+    norm = SimpleNamespace(weight=torch.linspace(0.5, 1.5, 64), variance_epsilon=1e-5)
+    total = finished + residual
+    expected = total * (total.square().mean(1, keepdim=True) + 1e-5).rsqrt() * norm.weight
+
+    def original(norm, x, residual, *args, **kwargs):
+        assert asks_for_more, "normalised twice"
+        torch.testing.assert_close(x, finished)
+        return expected, total
+
+    normalised, added = finish_hooks.normalize(original, norm, y, residual, object() if asks_for_more else None)
+    torch.testing.assert_close(normalised, expected)
+    torch.testing.assert_close(added, total)
+    assert backend._unfinished is None
+
+
 def test_an_output_of_another_layer_is_left_alone(backend):
-    """SGLang's own rotary embedding runs where nothing is left to add."""
-    unfinished_qkv(backend)
+    """SGLang's own operations run where nothing is left to add."""
+    leave(backend, "qkv_proj", beside=True)
     other = torch.ones(5, 32)
-    result = finish_hooks.rotate(lambda *operands: "its own", rotary_embedding(), torch.arange(5), other, other)
-    assert result == "its own" and backend._unfinished is not None
-    assert finish_hooks.activate(lambda *operands: "its own", SimpleNamespace(), other) == "its own"
+    norm = SimpleNamespace(weight=torch.ones(32), variance_epsilon=1e-5)
+
+    def original(*operands):
+        return "its own"
+
+    assert finish_hooks.rotate(original, rotary_embedding(), torch.arange(5), other, other) == "its own"
+    assert finish_hooks.activate(original, SimpleNamespace(), other) == "its own"
+    assert finish_hooks.normalize(original, norm, other, other) == "its own"
+    assert backend._unfinished is not None

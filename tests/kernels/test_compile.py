@@ -9,7 +9,7 @@ from kernel_cases import GROUPS, WIDTHS, World, all_modules, make_world
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from sglang_lora_tree.kernels import dispatch, lora  # noqa: E402
+from sglang_lora_tree.kernels import dispatch, finish, lora  # noqa: E402
 from sglang_lora_tree.kernels.rotation import Rotation  # noqa: E402
 
 SHARED_BYTES = {86: 99 << 10, 90: 227 << 10}
@@ -57,12 +57,16 @@ def launch_all(world: World, tokens: int) -> None:
         widths = tuple(WIDTHS[module][1] for module in modules)
         x, y = world.random(tokens, 40, seed=1), world.random(tokens, offsets[-1] + widths[-1], seed=2)
         shrunk = lora.shrink(x, *operands, 1, modules, widths)
+        delta = lora.expand_delta(shrunk, *operands, tokens, offsets)
         if group == "gate_up":
             lora.expand_and_activate(shrunk, y, *operands)
+            finish.activate_halves(y, delta)
         else:
             lora.expand(shrunk, y, *operands, offsets)
             rotation = Rotation(torch.zeros(tokens, dtype=torch.int64), torch.zeros(1, 4), 4)
             lora.expand_and_rotate(shrunk, y, *operands, offsets, rotation)
+            finish.rotate_heads(y, delta, rotation, offsets[2])
+            finish.normalize(y, delta, y.clone(), y[0].clone(), 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -70,6 +74,6 @@ def launch_all(world: World, tokens: int) -> None:
 def test_defaults_fit_every_gpu(launches, config, dtype):
     world = make_world(WIDTHS, [all_modules(16)], width=1024, dtype=dtype)
     launch_all(world, min(config.max_tokens, 600))
-    assert len(launches) == 5
+    assert len(launches) == 10
     too_large = [launch for launch in launches if launch[2] > SHARED_BYTES[launch[0]]]
     assert not too_large, too_large

@@ -8,8 +8,8 @@ import pytest
 import torch
 from kernel_cases import DOWN, GROUPS, OUT, UP, WIDTHS, K, Q, V, World, all_modules, assert_rounded_once, make_world
 
-from sglang_lora_tree.kernels import Pairs, add_lora, dispatch
-from sglang_lora_tree.kernels.lora import expand, expand_and_activate, expand_and_rotate, shrink, uses_triton
+from sglang_lora_tree.kernels import Pairs, add_lora, dispatch, finish
+from sglang_lora_tree.kernels.lora import expand, expand_and_activate, expand_and_rotate, expand_delta, shrink, uses_triton
 from sglang_lora_tree.kernels.rotation import Rotation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -197,6 +197,52 @@ def test_rotation_equals_expand_then_rotate(dtype, config, head, width, use):
     exact = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=2).flatten(1)
     assert_rounded_once(rotated[:, : offsets[2]], exact, scale=8)
     assert_rounded_once(rotation.apply(expected[:, : offsets[2]]), exact, scale=8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", list(GROUPS))
+def test_a_delta_added_later_has_the_same_bits(group, dtype):
+    """By the norm after o and down, the rotation of q and k, the activation of gate and up; also where there is none."""
+    world = make_world(WIDTHS, MIXED, width=20, dtype=dtype, device=DEVICE)
+    modules, offsets = GROUPS[group]
+    widths = tuple(WIDTHS[module][1] for module in modules)
+    tokens, columns = sum(BATCH[0]), offsets[-1] + widths[-1]
+    x, y = world.random(tokens, WIDTHS[modules[0]][0], seed=1), world.random(tokens, columns, seed=2)
+    residual = world.random(tokens, columns, seed=3)
+    weight = world.random(1, columns, seed=4)[0]
+    angles = torch.rand(50, 4, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    rotation = Rotation(torch.arange(tokens, device=DEVICE) % 50, angles, 4)
+
+    def finished(y: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        if group == "qkv":
+            finish.rotate_heads(y, delta, rotation, offsets[2])
+        elif group == "gate_up":
+            return (finish.activate_halves(y, delta),)
+        else:
+            added = residual.clone()
+            finish.normalize(y, delta, added, weight, 1e-5)
+            return y, added
+        return (y,)
+
+    for batch in (BATCH, (BATCH[0], [[]] * len(BATCH[0]))):
+        pairs = world.batch(*batch)
+        operands = world.table, world.pool, pairs
+        shrunk = shrink(x, *operands, 1, modules, widths)
+        expected = y.clone()
+        expand(shrunk, expected, *operands, offsets)
+        delta = expand_delta(shrunk, *operands, tokens, offsets)
+        for actual, wanted in zip(finished(y.clone(), delta), finished(expected, None), strict=True):
+            assert torch.equal(actual, wanted)
+
+
+def test_normalize_is_the_rms_norm_of_the_sum():
+    y, residual = (torch.randn(3, 40, generator=torch.Generator().manual_seed(seed)).to(DEVICE) for seed in (1, 2))
+    weight = torch.rand(40, device=DEVICE)
+    total = (y + residual).double()
+    finish.normalize(y, None, residual, weight, 1e-5)
+    assert_rounded_once(residual, total.cpu())
+    exact = total * (total.square().mean(1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+    assert_rounded_once(y, exact.cpu(), scale=2)
 
 
 @pytest.mark.parametrize("rank", [1, 3, 16, 40])
