@@ -1,6 +1,6 @@
 """One model shape on a GPU, without a server: base weights, a pool of slots with adapters in it, batches over them.
 
-    python -m benchmarks.kernel_world [--out FOLDER] [--layers 32] [--device cpu]
+    python -m benchmarks.kernel_world [--parts host added] [--out FOLDER] [--layers 32] [--device cpu]
 
 measures what LoRA adds to a decode step of the base model's linear layers (Llama-3-8B's shape, bf16, as CUDA graphs):
 
@@ -270,6 +270,7 @@ def host_preparation(world: KernelWorld, changes: bool, bs: int = 256, members: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=("host", "added"), default=["host", "added"])
     parser.add_argument("--out", type=Path, default=results.RESULTS)
     parser.add_argument("--layers", type=int, default=32, help="of the model; fewer for a quick look")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -277,13 +278,15 @@ def main() -> None:
     on_gpu = arguments.device == "cuda"
     machine = results.gpu() if on_gpu else "cpu"
     shape: dict[str, Any] = {} if on_gpu else {"shape": TINY, "width": TINY_WIDTH, "device": "cpu", "dtype": torch.float32}
-    world = KernelWorld([16] * 32, arguments.layers, **shape)
     report = results.Report("decode_added", machine, arguments.out)
-    for name, changes in (("changed", True), ("unchanged", False)):
+    world = KernelWorld([16] * 32, 1 if arguments.parts == ["host"] else arguments.layers, **shape)
+    for name, changes in (("changed", True), ("unchanged", False)) if "host" in arguments.parts else ():
         times = host_preparation(world, changes)
         note = f"256 requests, 3 adapters each; {len(times)} updates, the slowest {max(times):.2g} ms"
         typical = statistics.median(times)
         report.add(results.record(f"host_preparation_ms/{name}", typical, "ms", limit="value <= 0.15", note=note))
+    if "added" not in arguments.parts:
+        return
 
     def add(name: str, world: KernelWorld, adapters: int, members: int, rank: str) -> None:
         added, base = decode_added(world, 32, decode_mixes(32, adapters, members))
