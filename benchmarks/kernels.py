@@ -39,7 +39,7 @@ Mix = Mapping[str, float]
 Records = list[dict[str, Any]]
 RUNS = 3
 START_SECONDS = 240
-KINDS = {"decode": (32, 256, 128, 1), "prefill": (8, 1024, 1, 1), "short": (1, 64, 1, 10)}
+KINDS = {"prefill": (8, 1024, 1, 1), "decode": (32, 256, 128, 1), "short": (1, 64, 1, 10)}
 """Kind of case -> requests at once, prompt tokens and new tokens of each, times one after the other."""
 WITHOUT_GRAPHS = ("base", "csgmv", "triton_v2", "triton_v2_rank_64", "ours")
 WITH_GRAPHS = ("base_prefill_graphs", "triton_v2_prefill_graphs", "ours_prefill_graphs", "ours")

@@ -39,16 +39,16 @@ def run(monkeypatch, tmp_path, names, failing=()):
 
 def test_the_base_rate_is_written_first_and_then_every_case(monkeypatch, tmp_path):
     written = run(monkeypatch, tmp_path, kernels.WITHOUT_GRAPHS)
-    assert written[0] == ["decode_rate/base"]
-    assert {"decode_vs_base/1", "decode_vs_base/1/triton_v2", "decode_vs_base/1/csgmv"} <= set(written[1])
-    assert {"prefill_vs_base/8", "short_vs_base/1"} <= set(written[-1])
+    assert written[0] == ["prefill_rate/base"]
+    assert {"prefill_vs_base/8", "prefill_vs_base/8/triton_v2", "prefill_vs_base/8/csgmv"} <= set(written[1])
+    assert {"decode_vs_base/1", "short_vs_base/1"} <= set(written[-1])
     of_rank_64 = [metric for metric in written[-1] if "8_r64" in metric]
     assert of_rank_64 == ["decode_vs_base/8_r64/triton_v2_rank_64", "decode_vs_base/8_r64"]
 
 
 def test_prefill_graphs_are_compared_with_a_base_model_that_has_them(monkeypatch, tmp_path):
     written = run(monkeypatch, tmp_path, kernels.WITH_GRAPHS)
-    assert written[0] == ["decode_rate/base_prefill_graphs"]
+    assert written[0] == ["prefill_rate/base_prefill_graphs"]
     servers = ("", "/ours_prefill_graphs", "/triton_v2_prefill_graphs")
     assert {f"short_vs_base/1{server}" for server in servers} <= set(written[-1])
     assert [metric for metric in written[-1] if "8_r64" in metric] == ["decode_vs_base/8_r64"], "the others have rank 16 alone"
