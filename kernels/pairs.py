@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, is_not
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ MOST_MODULES = 3
 Members = Sequence[tuple[int, float]] | np.ndarray
 """One request's mix: (adapter index, weight) pairs, or a float64 array (k, 2) of them, which is faster."""
 
+
+_FLOAT64 = np.dtype(np.float64)
 
 Batch = tuple[list[int], list[Members], int]
 """Segment lengths, mixes, and the table's version."""
@@ -233,11 +236,14 @@ class Pairs:
         group_tile, group_adapter = np.divmod(groups, capacity)
         largest_rank = self.table.largest_rank[group_adapter]
         group_items = -(-largest_rank // RANK_TILE)
-        mixes_in_tile = np.bincount(tile, weights=member_counts > 1, minlength=self.max_tiles)
-        small = np.flatnonzero((largest_rank <= HALF_TILE) & (largest_rank > 0) & (mixes_in_tile[group_tile] == 0))
-        place = np.arange(len(small)) - np.searchsorted(group_tile[small], group_tile[small])  # among its tile's
-        hosts, guests = small[np.flatnonzero(place % 2) - 1], small[place % 2 == 1]
-        group_items[guests] = 0
+        hosts = guests = np.empty(0, np.int64)
+        small = np.flatnonzero((largest_rank <= HALF_TILE) & (largest_rank > 0))
+        if len(small):
+            mixes_in_tile = np.bincount(tile, weights=member_counts > 1, minlength=self.max_tiles)
+            small = small[mixes_in_tile[group_tile[small]] == 0]
+            place = np.arange(len(small)) - np.searchsorted(group_tile[small], group_tile[small])  # among its tile's
+            hosts, guests = small[np.flatnonzero(place % 2) - 1], small[place % 2 == 1]
+            group_items[guests] = 0
         num_items = int(group_items.sum())
         assert num_items <= self.max_items, f"{num_items} items, but room for {self.max_items}: ask `fits` first"
         np.bincount(group_tile, weights=group_items, minlength=self.max_tiles).cumsum(out=self._sums)
@@ -282,17 +288,15 @@ def _equal(batch: Batch, other: Batch) -> bool:
     """Whether two batches are the same for sure: arrays count as equal only if they are the same objects."""
     if batch[0] != other[0] or batch[2] != other[2] or len(batch[1]) != len(other[1]):
         return False
-    return all(
-        a is b or (not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray) and a == b)
-        for a, b in zip(batch[1], other[1], strict=True)
-    )
+    others = compress(zip(batch[1], other[1], strict=True), map(is_not, batch[1], other[1]))
+    return all(not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray) and a == b for a, b in others)
 
 
 def _flatten(members: Sequence[Members]) -> np.ndarray:
     """float64: adapter, weight, adapter, weight, ... of all mixes."""
     if set(map(type, members)) != {np.ndarray}:
         return np.fromiter(chain.from_iterable(chain.from_iterable(members)), dtype=np.float64)
-    if {mix.dtype for mix in members} == {np.dtype(np.float64)}:  # type: ignore[union-attr]
+    if all(map(is_, map(attrgetter("dtype"), members), repeat(_FLOAT64))):
         try:
             return np.frombuffer(b"".join(members))  # type: ignore[arg-type]  # an eighth of what np.concatenate takes
         except TypeError:  # an array is not contiguous

@@ -257,8 +257,11 @@ class LoraTreeBackend(BaseLoRABackend):
             main.wait_stream(side)
         else:
             shrunk = shrink(x, *operands, lora_a.layer, lora_a.modules, widths)
+            if later and not x.is_cuda:
+                delta = expand_delta(shrunk, *operands, len(x), starts)
             y = base_fn()
-            later = later and len(lora_a.modules) > 1  # expand can do without a delta what reads q, k, v or gate, up
+            # For many tokens expand does, without a delta, what is next to q, k, v and to gate, up.
+            later = later and (delta is not None or len(lora_a.modules) > 1)
         if later:
             self._unfinished = Unfinished(y, shrunk, starts, delta)
             return y

@@ -1,9 +1,12 @@
-"""What the model does next to a linear layer's output adds the adapters' part: no launch stands between the two for it.
+"""With the setting ``join_operations``, what the model does next to a linear layer's output adds the adapters' part: no launch
+stands between the two for it.
 
 Hooks, all AROUND:
-``sglang.srt.layers.activation.SiluAndMul.forward_cuda``: gate and up.
-``sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_cuda``: q, k and v.
-``sglang.srt.layers.layernorm.RMSNorm.forward_cuda``: the outputs of o_proj and down_proj, with the residual.
+``sglang.srt.layers.activation.SiluAndMul.forward``: gate and up.
+``sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward``: q, k and v.
+``sglang.srt.layers.layernorm.RMSNorm.forward``: the outputs of o_proj and down_proj, with the residual.
+
+Not ``forward_cuda``: SGLang finds out which form to run when it first runs one, long after the model is built.
 
 Only in MLPs, attentions and decoder layers that :func:`can_activate`, :func:`can_rotate` and :func:`can_normalize` know; in any
 other, ``forward_with_base`` finishes the output itself.
@@ -15,16 +18,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.kernels.fused_op import get_fused_op_backend
 from sglang.srt.layers import layernorm
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-from sglang.srt.models.llama import LlamaAttention, LlamaDecoderLayer
-from sglang.srt.models.qwen2 import Qwen2Attention, Qwen2DecoderLayer
+from sglang.srt.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
+from sglang.srt.models.qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_lora_tree.composite import backend_hooks
+from sglang_lora_tree.config import current_settings
 from sglang_lora_tree.kernels.lora import fits_rotation
 from sglang_lora_tree.kernels.rotation import Rotation
 
@@ -32,11 +37,16 @@ from sglang_lora_tree.kernels.rotation import Rotation
 def finishes_later(model: torch.nn.Module, name: str) -> bool:
     """Whether the output of a linear layer, e.g. "model.layers.0.mlp.down_proj", is finished here.
 
-    Not in float32, where SGLang is run for exactness with its torch operators.
+    Not in float32 on a GPU, where SGLang is run for exactness with its torch operators, nor if SGLang is told which form of
+    its operators to run.
     """
+    settings = current_settings()
+    if settings is None or not settings.join_operations or get_fused_op_backend() is not None:
+        return False
     path, _, linear = name.rpartition(".")
     parent = model.get_submodule(path)
-    if next(parent.parameters()).dtype not in (torch.bfloat16, torch.float16) or not torch.cuda.is_available():
+    weight = next(parent.parameters())
+    if weight.is_cuda and weight.dtype == torch.float32:
         return False
     if linear == "gate_up_proj":
         return can_activate(parent)
@@ -48,22 +58,21 @@ def finishes_later(model: torch.nn.Module, name: str) -> bool:
 
 
 def can_activate(mlp: torch.nn.Module) -> bool:
-    """Whether the output of an MLP's gate_up_proj goes to SiluAndMul's CUDA form, and only there.
+    """Whether the output of an MLP's gate_up_proj goes to SiluAndMul, and only there.
 
     Not if a fused path of SGLang's takes the output.
     """
-    act_fn = getattr(mlp, "act_fn", None)
     quant, dual = getattr(mlp, "activation_quant", None), getattr(mlp, "dual_gemm", None)
     return (
-        isinstance(act_fn, SiluAndMul)
-        and act_fn._forward_method == act_fn.forward_cuda
+        type(mlp) in (LlamaMLP, Qwen2MLP)
+        and type(mlp.act_fn) is SiluAndMul
         and not getattr(quant, "enabled", False)
         and getattr(dual, "mode", None) is None
     )
 
 
 def can_rotate(attention: torch.nn.Module) -> bool:
-    """Whether q and k of an attention go from qkv_proj to the rotary embedding's CUDA form, and only there.
+    """Whether q and k of an attention go from qkv_proj to the rotary embedding, and only there.
 
     Known of Llama's and Qwen2's (Qwen3 has norms in between). All of a head must be rotated, half by half.
     """
@@ -77,9 +86,8 @@ def can_rotate(attention: torch.nn.Module) -> bool:
     return (
         known
         and isinstance(rotary, RotaryEmbedding)
-        and rotary._forward_method == rotary.forward_cuda
+        and type(rotary).forward is RotaryEmbedding.forward
         and type(rotary).forward_cuda is RotaryEmbedding.forward_cuda
-        and not rotary.use_fallback_kernel
         and rotary.is_neox_style
         and rotary.rotary_dim == rotary.head_size
         and rotary.cos_sin_cache.dtype == torch.float32
@@ -98,7 +106,6 @@ def can_normalize(decoder: torch.nn.Module, model: torch.nn.Module) -> bool:
     norms: list[Any] = [decoder.input_layernorm, decoder.post_attention_layernorm, getattr(model, "norm", None)]
     return all(
         type(norm) is RMSNorm
-        and norm._forward_method == norm.forward_cuda
         and norm.variance_size_override is None
         and not norm.cast_x_before_out_mul
         and not norm.fp32_residual
@@ -109,7 +116,7 @@ def can_normalize(decoder: torch.nn.Module, model: torch.nn.Module) -> bool:
 def activate(
     original: Callable[..., torch.Tensor], act_fn: SiluAndMul, x: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """AROUND ``SiluAndMul.forward_cuda``."""
+    """AROUND ``SiluAndMul.forward``."""
     backend = backend_hooks.current()
     activated = None if backend is None else backend.activate(x)
     return original(act_fn, x, *args, **kwargs) if activated is None else activated
@@ -124,7 +131,7 @@ def rotate(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """AROUND ``RotaryEmbedding.forward_cuda``: it rotates in place too. With offsets, or if it is to store K and V, it does
+    """AROUND ``RotaryEmbedding.forward``: it rotates in place too. With offsets, or if it is to store K and V, it does
     so itself, once the output is finished."""
     backend = backend_hooks.current()
     plain = not any(arg is not None for arg in (*args, *kwargs.values())) and positions.dim() == 1
@@ -142,7 +149,7 @@ def normalize(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """AROUND ``RMSNorm.forward_cuda``: it works in place too. Asked for more, or to be the same in every batch, it does so
+    """AROUND ``RMSNorm.forward``: it works in place too. Asked for more, or to be the same in every batch, it does so
     itself, once the output is finished."""
     backend = backend_hooks.current()
     plain = not any(arg is not None for arg in (*args, *kwargs.values())) and not layernorm.is_batch_invariant_mode_enabled()
@@ -152,7 +159,7 @@ def normalize(
 
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
-    ("sglang.srt.layers.activation.SiluAndMul.forward_cuda", activate, HookType.AROUND),
-    ("sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_cuda", rotate, HookType.AROUND),
-    ("sglang.srt.layers.layernorm.RMSNorm.forward_cuda", normalize, HookType.AROUND),
+    ("sglang.srt.layers.activation.SiluAndMul.forward", activate, HookType.AROUND),
+    ("sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward", rotate, HookType.AROUND),
+    ("sglang.srt.layers.layernorm.RMSNorm.forward", normalize, HookType.AROUND),
 ]

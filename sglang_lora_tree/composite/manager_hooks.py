@@ -88,6 +88,7 @@ class TreeLoRAManager(LoRAManager):
             self._register_at_start(ref)
 
     def _set_module_groups(self) -> None:
+        joined = 0
         for layers in self.lora_modules:
             for name, module in layers.items():
                 fused = name.rpartition(".")[2]
@@ -96,7 +97,10 @@ class TreeLoRAManager(LoRAManager):
                 base = module.base_layer
                 outputs = sum(getattr(base, "output_partition_sizes", None) or (base.output_size,))
                 later = finishes_later(self.base_model, name)
+                joined += later
                 module.set_lora_info(*ModuleGroup.of(fused, layer, outputs, self.device, later))
+        if self.settings.join_operations:
+            logger.info("join_operations: %d of %d linear layers", joined, sum(map(len, self.lora_modules)))
 
     def _register_at_start(self, ref: LoRARef) -> None:
         name, path = str(ref.lora_name), str(ref.lora_path)
