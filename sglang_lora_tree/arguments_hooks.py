@@ -4,7 +4,7 @@ Hooks:
 
 * ``sglang.srt.server_args.ServerArgs.add_cli_args`` (AFTER): the flag itself, also for ``sglang serve`` and ``--config``.
 * ``sglang.srt.server_args.ServerArgs.from_cli_args`` (BEFORE): turns the plugin on and sets what it implies; refuses what
-  the user wrote that cannot be served exactly.
+  the user wrote, or set in the environment, that cannot be served exactly.
 * ``sglang.srt.server_args.ServerArgs.check_server_args`` (AFTER): refuses what came of it that cannot.
 
 and, because SGLang loads plugins inside the first ``Engine.__init__``, when a hook on it would come too late:
@@ -17,10 +17,12 @@ from __future__ import annotations
 import argparse
 import atexit
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
+from types import SimpleNamespace
 from typing import Any
 
-from sglang.srt.arg_groups.overrides import resolving_view
+import msgspec
+from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_lora_tree.adapters.base_shape import MODULES
@@ -87,7 +89,7 @@ def enable(settings: Settings, options: MutableMapping[str, Any], given_max_lora
         max_lora_rank=settings.max_rank,
         lora_target_modules=list(MODULES),
     )
-    check_options(options)
+    check_options(options, not_at_default(options), os.environ)
     if not given_max_loras:
         most = options.get("max_loaded_loras")
         options["max_loras_per_batch"] = MAX_LORAS_PER_BATCH if most is None else min(MAX_LORAS_PER_BATCH, most)
@@ -96,7 +98,24 @@ def enable(settings: Settings, options: MutableMapping[str, Any], given_max_lora
 def refuse(result: None, server_args: Any) -> None:
     """AFTER ``ServerArgs.check_server_args``."""
     if current_settings() is not None:
+        written = msgspec.structs.asdict(server_args)
+        check_options(written, not_at_default(written), os.environ)
         check_config(resolving_view(server_args))
+        # The model's own files may say what no option does.
+        check_config(SimpleNamespace(quantization=model_config_of(server_args).quantization))
+
+
+def not_at_default(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of SGLang's options whose value is not the default; other entries are passed over."""
+    from sglang.srt.server_args import ServerArgs
+
+    changed = {}
+    for field in msgspec.structs.fields(ServerArgs):
+        if field.name in options:
+            has_factory = field.default_factory is not msgspec.NODEFAULT
+            if options[field.name] != (field.default_factory() if has_factory else field.default):
+                changed[field.name] = options[field.name]
+    return changed
 
 
 def build_server_args(**kwargs: Any) -> Any:

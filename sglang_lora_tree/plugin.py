@@ -107,5 +107,23 @@ def check_scheduler(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> 
     check_hooks()
     if not isinstance(scheduler.tree_cache, LoraTreeCache):
         raise RuntimeError(f"--lora-tree: the prefix cache is a {type(scheduler.tree_cache).__name__}")
+    check_base_weights(scheduler.tp_worker.model_runner.model)
     scheduler_hooks.attach(scheduler)
     plan_hooks.attach(scheduler, is_entry_rank=get_parallel().attn_tp_rank == 0)
+
+
+def check_base_weights(model: Any) -> None:
+    """Refuse a base model whose weights are quantized, whatever quantized them: an allow-list.
+
+    Raises:
+        ValueError: naming the layer, how it is kept, and what to change.
+    """
+    from sglang.srt.layers.linear import LinearBase
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+    for name, layer in model.named_modules():
+        if isinstance(layer, LinearBase) and type(layer.quant_method) is not UnquantizedLinearMethod:
+            raise ValueError(
+                f"--lora-tree serves base models in float32, float16 or bfloat16, and {name} is kept by "
+                f"{type(layer.quant_method).__name__}: start with a model that is not quantized"
+            )

@@ -118,9 +118,17 @@ class TreeMetrics:
         self.kv_misses = counter("kv_miss_tokens_total", "Prompt tokens that were computed.")
         self.swap_ins = counter("swap_ins_total", "Adapters copied from host memory to the GPU.")
         self.swap_outs = counter("swap_outs_total", "Adapters dropped from the GPU (their host copy stays).")
-        self.swapped_bytes = counter("swapped_bytes_total", "Slots of swapped adapters, in bytes.", "direction")
-        self.load_bytes = counter("load_bytes_total", "Bytes copied from host memory to the GPU, adapters and KV.")
-        self.load_seconds = counter("load_seconds_total", "Time of these copies, from start to finish event.")
+        self.swapped_tokens = counter("swapped_kv_tokens_total", "Tokens of KV copied to the GPU or dropped there.", "direction")
+        self.swapped_bytes = counter(
+            "swapped_bytes_total", "Slots copied from host memory to the GPU or dropped there, in bytes.", "direction", "kind"
+        )
+        self.swap_seconds = counter(
+            "swap_seconds_total",
+            "In: time of the copies, from start to finish event, where the device keeps time. Out: time of the scheduler's loop. "
+            "Adapters and KV that go together share it by their slots.",
+            "direction",
+            "kind",
+        )
         self.disk_reads = counter("disk_reads_total", "Adapters read from their folders on first use.")
         self.failed_disk_reads = counter("failed_disk_reads_total", "Adapters whose files could not be read any more.")
         self.disk_read_bytes = counter("disk_read_bytes_total", "Bytes of tensors read from adapters' folders.")
@@ -167,10 +175,13 @@ class TreeMetrics:
         self._advance(self.kv_misses, tokens.kv_miss_tokens)
         self._advance(self.swap_ins, counters.swap_ins)
         self._advance(self.swap_outs, counters.swap_outs)
-        self._advance(self.swapped_bytes, counters.swap_in_slots * slot_bytes, direction="in")
-        self._advance(self.swapped_bytes, counters.swap_out_slots * slot_bytes, direction="out")
-        self._advance(self.load_bytes, residency.cache.load_bytes)
-        self._advance(self.load_seconds, residency.cache.load_seconds)
+        for direction, moves in (("in", residency.cache.moved_in), ("out", residency.cache.moved_out)):
+            kv_slots = moves.slots - moves.adapter_slots
+            self._advance(self.swapped_tokens, kv_slots, direction=direction)
+            self._advance(self.swapped_bytes, moves.adapter_slots * slot_bytes, direction=direction, kind="adapter")
+            self._advance(self.swapped_bytes, kv_slots * slot_bytes, direction=direction, kind="kv")
+            self._advance(self.swap_seconds, moves.adapter_seconds, direction=direction, kind="adapter")
+            self._advance(self.swap_seconds, moves.seconds - moves.adapter_seconds, direction=direction, kind="kv")
         self._advance(self.disk_reads, counters.reads)
         self._advance(self.failed_disk_reads, counters.failed_reads)
         self._advance(self.disk_read_bytes, counters.read_bytes)

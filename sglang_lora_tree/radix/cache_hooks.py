@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,23 @@ CACHE_NAME = "lora_tree"
 _SERVED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@dataclass
+class Moves:
+    """What came to the GPU, or left it, since start; adapters and KV often go together."""
+
+    slots: int = 0
+    adapter_slots: int = 0
+    seconds: float = 0.0
+    adapter_seconds: float = 0.0
+    """The adapters' share of the time, by their share of the slots."""
+
+    def add(self, slots: int, adapter_slots: int, seconds: float) -> None:
+        self.slots += slots
+        self.adapter_slots += adapter_slots
+        self.seconds += seconds
+        self.adapter_seconds += seconds * adapter_slots / max(slots, 1)
+
+
 class LoraTreeCache(UnifiedRadixCache):
     """The prefix cache; all calls come from the scheduler thread."""
 
@@ -52,6 +70,9 @@ class LoraTreeCache(UnifiedRadixCache):
         self.delayed_loads: list[tuple[int, Any]] = []
         self.load_seconds = 0.0
         self.load_bytes = 0
+        self.moved_in, self.moved_out = Moves(), Moves()
+        self.evicted_adapter_slots = 0
+        """What ``moved_out`` will have counted after the eviction under way."""
         super().__init__(params)
 
     def init_hicache(self, server_args: Any, params: Any) -> None:
@@ -265,9 +286,19 @@ class LoraTreeCache(UnifiedRadixCache):
         before = list(queue)
         super().loading_check(finish_count)
         for ack in before[: len(before) - len(queue)]:
+            seconds = ack.start_event.elapsed_time(ack.finish_event) / 1e3 if ack.timing_enabled else 0.0
+            loaded = (self.tree_core.find(node_id) for node_id in ack.node_ids)
+            adapter_slots = sum(len(node.node.key) for node in loaded if node is not None and not node.is_mix)
             self.load_bytes += ack.num_bytes
-            if ack.timing_enabled:
-                self.load_seconds += ack.start_event.elapsed_time(ack.finish_event) / 1e3
+            self.load_seconds += seconds
+            self.moved_in.add(ack.num_tokens, adapter_slots, seconds)
+
+    def update_eviction_metrics(self, num_evicted: int, start_time: float) -> None:
+        """What SGLang calls after each eviction from the GPU; it keeps only what adapters and KV took together."""
+        super().update_eviction_metrics(num_evicted, start_time)
+        if num_evicted > 0:
+            adapter_slots = self.evicted_adapter_slots - self.moved_out.adapter_slots
+            self.moved_out.add(num_evicted, adapter_slots, time.perf_counter() - start_time)
 
     @property
     def has_queued_loads(self) -> bool:

@@ -283,6 +283,7 @@ class Tiers:
         self.counters.swap_outs += 1
         assert lora_node.device_slots is not None
         self.counters.swap_out_slots += len(lora_node.device_slots)
+        self.cache.evicted_adapter_slots += len(lora_node.device_slots)
 
     def _on_removed(self, lora_node: LoraNode) -> None:
         if not lora_node.is_mix:

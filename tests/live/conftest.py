@@ -42,7 +42,7 @@ class Configuration:
     command: tuple[str, ...] = LAUNCH
 
 
-_TESTED = {"verify_invariants": True, "delay_loads": 5, "patience_passes": PATIENCE}
+_TESTED = {"verify_invariants": True, "delay_loads": 5, "patience_passes": PATIENCE, "join_operations": True}
 _SMALL = (
     "--skip-tokenizer-init",
     "--dtype",
@@ -54,7 +54,9 @@ _SMALL = (
 )
 CONFIGURATIONS = {
     # A pool far too small, loads held back with NaN in their rows, SGLang's leak check at every step.
-    "small": Configuration((*_SMALL, "--max-total-tokens", "600"), {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}),
+    "small": Configuration(
+        (*_SMALL, "--max-total-tokens", "600", "--enable-metrics"), {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+    ),
     # The same on two ranks that compare their trees and decisions; adapters are larger where K and V are narrower.
     "tp2": Configuration(
         (*_SMALL, "--max-total-tokens", "900", "--tp", "2", "--page-size", "4"),

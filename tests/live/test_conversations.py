@@ -83,8 +83,7 @@ def converse(live: Live, dialogue: list[Turn], mixes: dict[str, Mix | None], ope
         key = json.dumps(mix)
         if key in left:
             returns += 1
-            # The last token of an answer has no KV yet; the page it stands in may not be whole.
-            least = left[key] // page * page - page
+            least = (left[key] - 1) // page * page  # the last token of an answer has no KV
             assert answer.cached >= least, f"{service} {mix}: {answer.cached} tokens reused of {left[key]}"
         history = [*history, *answer.tokens, END]
         left[key] = len(history) - 1

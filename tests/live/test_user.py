@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_samples_of_the_readme_run(live: Live, number: int) -> None:
 @on("embedded")
 def test_language(live: Live) -> None:
     """sglang.lang with adapters per call: in forks, in a batch whose items have mixes of their own, and in select."""
-    from sglang_lora_tree.lang import RuntimeEndpoint, function, gen
+    from sglang_lora_tree.lang import RuntimeEndpoint, function, gen, select
 
     client = Client(live)
     mixes: list[Any] = [None, "math", MIX, [{"name": "upper", "scale": 1.0}]]
@@ -79,6 +80,14 @@ def test_language(live: Live) -> None:
     def single(s: Any, question: str, adapters: Any) -> None:
         s += prompt_of(question) + gen("answer", adapters=adapters)
 
+    @function
+    def selected(s: Any, question: str, adapters: Any, choices: list[str]) -> None:
+        s += prompt_of(question) + select("answer", choices, adapters=adapters)
+
+    # Each mix prefers its own words to those of the others. Twice: the second time the choices are found in the tree.
+    for mix, words in [*zip(mixes, expected, strict=True)] * 2:
+        state = selected.run(QUESTION, adapters=mix, choices=expected, backend=backend)
+        assert state["answer"] == words, mix
     assert forked.run(QUESTION, **settings)["answers"] == expected
     items = [{"question": QUESTION, "adapters": mix} for mix in mixes]
     states = single.run_batch(items, num_threads=4, **settings)
@@ -107,21 +116,51 @@ def test_tree_endpoint_and_command(live: Live, tmp_path: Path, capsys: pytest.Ca
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def read_series(live: Live, name: str) -> dict[tuple[str, ...], float]:
+    """A metric of ours: the values of its own labels -> its value, once all that has happened is in it."""
+    time.sleep(2.5)  # written once a second
+    found = re.findall(rf"^sglang:lora_tree_{name}\{{(.*)\}} (\S+)$", live.server.get("/metrics").text, re.MULTILINE)
+    assert found, name
+    own = (dict(re.findall(r'(\w+)="([^"]*)"', labels)) for labels, _ in found)
+    names = ("tier", "direction", "kind")
+    keys = [tuple(labels[label] for label in names if label in labels) for labels in own]
+    return dict(zip(keys, (float(value) for _, value in found), strict=True))
+
+
 @on("embedded")
 def test_metrics(live: Live) -> None:
     """/metrics has our series beside SGLang's, they add up, and the series that routers read is there."""
-    import time
-
     Client(live).native(lora=MIX)
-    time.sleep(2.5)  # written once a second
-    text = live.server.get("/metrics").text
     slots: dict[str, float] = {}
-    for tier, value in re.findall(r'^sglang:lora_tree_slots\{[^}]*tier="(\w+)"[^}]*\} (\S+)$', text, re.MULTILINE):
-        slots[tier] = slots.get(tier, 0.0) + float(value)
+    for (tier, _), value in read_series(live, "slots").items():
+        slots[tier] = slots.get(tier, 0.0) + value
     pool = live.server.tree()["pool"]
     assert slots == {"gpu": pool["gpu_size"], "host": pool["host_size"]}
-    for name in ("adapter_hits", "adapter_misses", "kv_hit_tokens", "kv_miss_tokens", "swap_ins", "disk_reads"):
+    text = live.server.get("/metrics").text
+    for name in ("adapter_hits", "adapter_misses", "kv_hit_tokens", "kv_miss_tokens", "swap_ins", "swap_outs", "disk_reads"):
         assert re.search(rf"^sglang:lora_tree_{name}_total\{{.*\}} \S+$", text, re.MULTILINE), name
     assert re.search(r"^sglang:lora_tree_invalid_kv_tokens\{.*\} 0\.0$", text, re.MULTILINE)
     assert "sglang:lora_tree_cold_start_seconds_bucket" in text
     assert re.search(r'^vllm:lora_requests_info\{.*max_lora="\d+".*\} \S+$', text, re.MULTILINE)
+
+
+@on("small")
+def test_metrics_of_swaps(live: Live) -> None:
+    """Five adapters in turn, in a pool too small for them: what came and went is counted, in bytes and seconds too."""
+    prompts = [[10 + turn, *range(100, 140)] for turn in range(2)]
+    for _ in range(2):
+        for name in live.adapters:
+            live.server.generate(prompts, 4, [{name: 1.0}] * 2)
+    live.server.check_at_rest()
+    swapped, seconds, tokens = (
+        read_series(live, f"{name}_total") for name in ("swapped_bytes", "swap_seconds", "swapped_kv_tokens")
+    )
+    tree = live.server.tree()
+    counters, slot_bytes = tree["counters"], tree["pool"]["slot_bytes"]
+    for direction in ("in", "out"):
+        assert read_series(live, f"swap_{direction}s_total") == {(): counters[f"swap_{direction}s"]}
+        assert counters[f"swap_{direction}s"] > len(live.adapters)
+        assert swapped[direction, "adapter"] == counters[f"swap_{direction}_slots"] * slot_bytes > 0
+        assert swapped[direction, "kv"] == tokens[direction,] * slot_bytes
+    assert tokens["out",] > 0 and seconds["out", "adapter"] > 0 and seconds["out", "kv"] > 0
+    assert set(seconds) == set(swapped)

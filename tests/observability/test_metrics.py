@@ -34,8 +34,12 @@ with Tree() as tree:
     metrics.publish(PromptTokens(7, 2, 5), 256, ["math", "math"], [])
     metrics.publish(PromptTokens(7, 2, 5), 256, ["math"], ["a,b"])
     scrape()
-    tree.unload("math")
     tree.cache.evict_some(25)
+    tree.bring(ids[0])
+    [kv] = tree.core.lora_nodes[ids[0]].node.children.values()
+    assert tree.cache.start_load(kv.id)
+    tree.settle()
+    tree.unload("math")
     metrics.publish(PromptTokens(9, 2, 5), 256, [], [])
     scrape()
 """
@@ -99,9 +103,32 @@ def test_counters_advance_by_what_is_new(scrapes, size):
     assert of(after, "kv_hit_tokens_total", tier="gpu") == 7
     assert of(used, "kv_miss_tokens_total") == of(after, "kv_miss_tokens_total") == 5
     assert of(used, "swap_outs_total") == 0 and of(after, "swap_outs_total") == 1
-    slot_bytes = 2 * 2 * 8 * 4  # K and V, two layers, W = 8, float32
-    assert of(after, "swapped_bytes_total", direction="out") == size * slot_bytes
     assert of(used, "disk_reads_total") == 1 and of(used, "disk_read_bytes_total") > 0
+
+
+def test_swaps_are_told_apart(scrapes, size):
+    """Adapters and KV, in and out, in bytes and seconds; 10 tokens of KV leave with the adapter, and 10 come back."""
+    _, used, after = scrapes
+    slot_bytes = 2 * 2 * 8 * 4  # K and V, two layers, W = 8, float32
+    assert of(used, "swapped_kv_tokens_total", direction="in") == of(used, "swapped_kv_tokens_total", direction="out") == 0
+    assert of(after, "swapped_kv_tokens_total", direction="in") == of(after, "swapped_kv_tokens_total", direction="out") == 10
+    for scrape, loads, drops, tokens in ((used, 1, 0, 0), (after, 2, 1, 10)):
+        assert of(scrape, "swapped_bytes_total", direction="in", kind="adapter") == loads * size * slot_bytes
+        assert of(scrape, "swapped_bytes_total", direction="out", kind="adapter") == drops * size * slot_bytes
+        for direction in ("in", "out"):
+            assert of(scrape, "swapped_bytes_total", direction=direction, kind="kv") == tokens * slot_bytes
+    seconds = {kind: of(after, "swap_seconds_total", direction="out", kind=kind) for kind in ("adapter", "kv")}
+    assert seconds["adapter"] > 0 and seconds["adapter"] / seconds["kv"] == pytest.approx(size / 10)
+    assert of(after, "swap_seconds_total", direction="in", kind="kv") == 0  # no clock on a CPU
+
+
+def test_time_is_shared_by_slots():
+    from sglang_lora_tree.radix.cache_hooks import Moves
+
+    moves = Moves()
+    moves.add(40, 30, 2.0)
+    moves.add(10, 0, 1.0)
+    assert moves == Moves(slots=50, adapter_slots=30, seconds=3.0, adapter_seconds=1.5)
 
 
 def test_cold_starts_are_a_histogram(scrapes):
