@@ -1,27 +1,35 @@
-"""Acceptance on a GPU, in one run: exact answers with graphs off and on, bf16 error, the 8B shape.
+"""Acceptance on a GPU, in one run: exact answers with graphs off and on and while adapters come in, bf16 error, the 8B shape.
 
-    python -m benchmarks.acceptance_gpu [--phases eager graphs prefill_graphs bf16 llama8b] [--out FOLDER]
+    python -m benchmarks.acceptance_gpu [--phases eager graphs loads prefill_graphs bf16 bf16_served llama8b] [--out FOLDER]
 
 Needs one GPU (24 GB; the 8B shape needs 40 GB), SGLang 0.5.23 and this package. Nothing is downloaded: models and adapters
 are random (speed does not depend on the weights; exactness is against PEFT on the same weights, in float32). What each
-phase measures is said at its function. Results: ``acceptance_<gpu>.json``.
+phase measures is said at its function. Results: ``acceptance_<gpu>.json``. Exit code 1 if a phase failed.
+
+Without a GPU eager, graphs, loads and bf16_served run on the CPU platform with a tiny model and without graphs, to try them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import requests
 import torch
+from peft.tuners.lora import LoraLayer
+from transformers import LlamaForCausalLM
 
 from benchmarks import results
 from benchmarks.llama8b import write_adapter, write_config
@@ -30,6 +38,17 @@ from tests.models import ALL_LINEAR, Oracle, make_adapters, make_llama
 
 Records = list[dict[str, Any]]
 Mix = Mapping[str, float]
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+SMALL_MODEL = {"layers": 4, "hidden": 1024, "vocab": 4096} if ON_GPU else {"layers": 2, "hidden": 256, "vocab": 512}
+VOCAB = SMALL_MODEL["vocab"]
+SMALL_POOL = 8000
+"""Slots: 32 requests of up to 300 + 128 tokens fit beside SMALL_ADAPTERS, and two prompts fill it."""
+LONGEST_PROMPT = 3900
+"""Tokens; the small model knows 4,096 positions."""
+TIE = 1e-4
+"""Two tokens whose log probabilities differ by less are equally greedy in float32: no more is asked of log probabilities."""
 
 SMALL_ADAPTERS: dict[str, dict[str, Any]] = {
     "a": {"r": 16, "lora_alpha": 32, "target_modules": ALL_LINEAR},
@@ -55,6 +74,10 @@ def text(mix: Mix | None) -> str | None:
     return None if mix is None else json.dumps(mix)
 
 
+def random_prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(2, VOCAB) for _ in range(length)]
+
+
 # ---- Exactness over the server ----
 
 
@@ -65,7 +88,7 @@ def check_answers(server: Server, oracle: Oracle, rng: random.Random, label: str
         Answers whose tokens differ from PEFT's; the largest difference of a token's log probability, with adapters and for
         the base model.
     """
-    prompts = [[rng.randrange(2, 4000) for _ in range(rng.randrange(20, 300))] for _ in range(32)]
+    prompts = [random_prompt(rng, rng.randrange(20, 300)) for _ in range(32)]
     mixes = [SMALL_MIXES[index % len(SMALL_MIXES)] for index in range(32)]
     lengths = [128 if index < 2 else 24 for index in range(32)]
     wanted = [oracle._run(*case) for case in zip(prompts, lengths, mixes, strict=True)]
@@ -107,48 +130,55 @@ def compare_oracles(oracle: Oracle, reference: Oracle, rng: random.Random) -> fl
     """How far PEFT's own float32 is from float64: the largest difference of a token's log probability, adapters and mixes."""
     worst = 0.0
     for mix in SMALL_MIXES[1:]:
-        prompt = [rng.randrange(2, 4000) for _ in range(200)]
+        prompt = random_prompt(rng, 200)
         (tokens, exact), (same, rounded) = oracle._run(prompt, 32, mix), reference._run(prompt, 32, mix)
         if tokens == same:
             worst = max(worst, *(abs(a - b) for a, b in zip(exact, rounded, strict=True)))
     return worst
 
 
-def small_options(work: Path) -> list[str]:
-    """Options of a float32 server of a small model (made anew, always the same) with SMALL_ADAPTERS; a pool of 24,000 slots."""
-    model = make_llama(work / "small", heads=16, kv_heads=8, layers=4, hidden=1024, vocab=4096)
+def make_small(work: Path, configs: Mapping[str, dict[str, Any]] = SMALL_ADAPTERS) -> tuple[Path, dict[str, Path]]:
+    """A small model in float32 and adapters for it (made anew, always the same)."""
+    model = make_llama(work / "small", heads=SMALL_MODEL["hidden"] // 64, kv_heads=SMALL_MODEL["hidden"] // 128, **SMALL_MODEL)
     # As strong as trained adapters: a delta of about half the weights' size; stronger ones amplify every rounding error.
-    adapters = make_adapters(model, work / "small_adapters", SMALL_ADAPTERS, std=0.08)
-    options = ["--model-path", str(model), "--skip-tokenizer-init", "--lora-tree", "--dtype", "float32"]
-    options += ["--max-total-tokens", "24000", "--hicache-ratio", "2", "--sampling-backend", "pytorch", "--lora-paths"]
-    return [*options, *(f"{key}={path}" for key, path in adapters.items())]
+    return model, make_adapters(model, work / "small_adapters", configs, std=0.08)
+
+
+def small_options(model: Path, pool: int = SMALL_POOL, dtype: str = "float32") -> list[str]:
+    options = ["--model-path", str(model), "--skip-tokenizer-init", "--dtype", dtype]
+    return [*options, "--max-total-tokens", str(pool), "--sampling-backend", "pytorch"]
+
+
+def tree_options(adapters: Mapping[str, Path], settings: Mapping[str, Any] | None = None) -> list[str]:
+    """What a server with adapters takes beside `small_options`."""
+    options = ["--hicache-ratio", "2", "--lora-tree", json.dumps(settings or {})]
+    return [*options, "--lora-paths", *(f"{key}={path}" for key, path in adapters.items())]
 
 
 def exactness(work: Path, name: str, arguments: Sequence[str], environment: Mapping[str, str], note: str) -> Records:
     """`check_exactness` of a server of its own."""
-    with Server([*small_options(work), *arguments], work / f"{name}.log", environment) as server:
+    model, adapters = make_small(work)
+    with Server([*small_options(model), *tree_options(adapters), *arguments], work / f"{name}.log", environment) as server:
         return check_exactness(work, name, server, note)
 
 
 def check_exactness(work: Path, name: str, server: Server, note: str) -> Records:
     """Every adapter and mix against PEFT in float32, before and after everything was swapped out and back."""
     model, adapters = work / "small", {key: work / "small_adapters" / key for key in SMALL_ADAPTERS}
-    oracle = Oracle(model, adapters, device="cuda", dtype=torch.float64)
-    reference = Oracle(model, adapters, device="cuda")
+    oracle = Oracle(model, adapters, device=DEVICE, dtype=torch.float64)
+    reference = Oracle(model, adapters, device=DEVICE)
     rng = random.Random(11)
     peft_error = compare_oracles(oracle, reference, random.Random(3))
     del reference
     wrong, worst, worst_base = check_answers(server, oracle, rng, name)
-    before = server.tree()["counters"]["swap_outs"]
-    for _ in range(12):  # base prompts that fill the pool push everything out
-        prompt = [rng.randrange(2, 4000) for _ in range(3000)]
-        server.generate(input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": 1})
-    swapped = server.tree()["counters"]["swap_outs"] - before
+    swapped = push_out(server, rng, len(SMALL_ADAPTERS))
     again, worst_again, worst_base_again = check_answers(server, oracle, rng, name + " after swap")
     tree = server.tree()
     del oracle
-    torch.cuda.empty_cache()
+    if ON_GPU:
+        torch.cuda.empty_cache()
     worst, worst_base = max(worst, worst_again), max(worst_base, worst_base_again)
+    least = f"value >= {len(SMALL_ADAPTERS)}"
     return [
         results.record(f"exact_wrong_answers/{name}", wrong + again, "answers", limit="value <= 0", note=note),
         results.record(
@@ -160,8 +190,175 @@ def check_exactness(work: Path, name: str, server: Server, note: str) -> Records
             note=f"{note}; against PEFT in float64; base model without adapters {worst_base:.2g}; largest over 164 answers of "
             f"24 to 128 tokens, {swapped} adapters swapped out in between",
         ),
+        results.record(f"exact_swapped_out/{name}", swapped, "adapters", limit=least, note="between the answers compared"),
         results.record(f"invalid_kv/{name}", tree["invalid_kv"], "tokens", limit="value <= 0"),
+        swap_in_record(name, tree["counters"]),
     ]
+
+
+def push_out(server: Server, rng: random.Random, count: int) -> int:
+    """Base prompts that fill the pool all at once, so that everything else leaves it; until `count` adapters have.
+
+    Returns:
+        Adapters that were swapped out.
+    """
+    tree = server.tree()
+    before, size = tree["counters"]["swap_outs"], tree["pool"]["gpu_size"]
+    num_prompts, num_new, swapped = -(-size // LONGEST_PROMPT), 32, 0
+    length = (size - 64) // num_prompts - num_new
+    for _ in range(4):
+        prompts = [random_prompt(rng, length) for _ in range(num_prompts)]
+        server.generate(input_ids=prompts, sampling_params=greedy(num_new))  # one batch: they run side by side
+        swapped = server.tree()["counters"]["swap_outs"] - before
+        if swapped >= count:
+            break
+    return swapped
+
+
+def greedy(num_new: int) -> dict[str, Any]:
+    """Sampling parameters."""
+    return {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True}
+
+
+def swap_in_record(name: str, counters: Mapping[str, float]) -> dict[str, Any]:
+    """What the served run copied to its GPU, by its own counters."""
+    num_bytes, seconds = counters["load_bytes"], counters["load_seconds"]
+    rate = f", {num_bytes / seconds / 1e9:.1f} GB/s" if seconds else ""  # the CPU keeps no time of copies
+    note = f"{num_bytes / 1e6:.1f} MB in {counters['swap_ins']} adapters and history KV{rate}; from start event to finish event"
+    return results.record(f"swap_in_seconds/{name}", seconds, "s", note=note)
+
+
+# ---- Exactness while adapters come in ----
+
+MANY_ADAPTERS = SMALL_ADAPTERS | {f"e{index}": {"r": 16, "lora_alpha": 32, "target_modules": ALL_LINEAR} for index in range(8)}
+"""Some 3,200 slots."""
+MANY_MIXES: tuple[Mix | None, ...] = (
+    *SMALL_MIXES,
+    *({f"e{index}": 1.0} for index in range(8)),
+    {"e0": 0.7, "e1": 0.3},
+    {"b": 0.5, "e2": -0.25},
+    {"e3": 0.5, "e4": 0.3, "e5": 0.3},
+    {"d": 0.5, "e5": 0.3, "e6": -0.25, "e7": 0.7},
+)
+LOADS_POOL = 2400
+LOADS_ROUNDS = 4
+
+
+def loads(work: Path) -> Records:
+    """Exactness while copies are in flight, with decode graphs: each copy of an adapter is held back by five steps of the loop,
+    its rows full of NaN until then, and every invariant is checked at every pass.
+
+    The pool holds fewer than half of the adapters. In each round 32 requests come at once, for adapters and mixes of up to
+    four; before a round the cache is flushed (adapters are read from their files) or filled with base prompts.
+    """
+    model, adapters = make_small(work, MANY_ADAPTERS)
+    options = [*small_options(model, LOADS_POOL), *tree_options(adapters, {"delay_loads": 5, "verify_invariants": True})]
+    options += [*DECODE_GRAPHS, "--decode-log-interval", "1"]
+    rng = random.Random(23)
+    cases: list[tuple[list[int], Mix | None, int]] = []
+    answers: list[tuple[list[int], list[float]]] = []
+    with Server(options, work / "loads.log", FLOAT32) as server:
+        swap_outs = server.tree()["counters"]["swap_outs"]
+        with watch_loads(server) as samples:
+            for round_number in range(LOADS_ROUNDS):
+                if round_number % 2:
+                    push_out(server, rng, 1)
+                else:
+                    flush(server)
+                asked = [
+                    (random_prompt(rng, rng.randrange(10, 60)), rng.choice(MANY_MIXES), rng.choice((8, 24, 24, 96)))
+                    for _ in range(32)
+                ]
+                with ThreadPoolExecutor(32) as pool:
+                    answers += pool.map(lambda case: ask(server, *case), asked)
+                cases += asked
+        tree = server.tree()
+        log = server.read_log().splitlines()
+    oracle = Oracle(model, adapters, device=DEVICE, dtype=torch.float64)
+    wrong, worst = 0, 0.0
+    for (prompt, mix, _), (tokens, logprobs) in zip(cases, answers, strict=True):
+        best, exact = judge(oracle, prompt, tokens, mix)
+        if max(high - own for high, own in zip(best, exact, strict=True)) >= TIE:
+            wrong += 1
+            print(f"loads: {mix} answers {tokens[:8]}..., which is not PEFT's")
+        else:
+            worst = max(worst, *(abs(own - served) for own, served in zip(exact, logprobs, strict=True)))
+    counters = tree["counters"]
+    replays = sum("Decode batch" in line and "graph: True" in line for line in log)
+    note = f"float32, decode CUDA graphs, {len(cases)} answers of 8 to 96 tokens while adapters came in, rows NaN until then"
+    return [
+        results.record("exact_wrong_answers/loads", wrong, "answers", limit="value <= 0", note=note),
+        results.record("exact_logprob_difference/loads", worst, "nats", limit="value <= 0.0001", note=f"{note}; against float64"),
+        results.record("exact_swapped_out/loads", counters["swap_outs"] - swap_outs, "adapters", limit="value >= 12"),
+        results.record(
+            "loads_in_flight/loads",
+            counters["swap_ins"],
+            "copies",
+            limit="value >= 24",
+            note=f"of adapters; {sum(samples)} of {len(samples)} samples while requests ran saw one in flight",
+        ),
+        results.record("decode_graphs_used/loads", replays, "steps", limit="value >= 50" if ON_GPU else None),
+        results.record("invalid_kv/loads", tree["invalid_kv"], "tokens", limit="value <= 0"),
+        swap_in_record("loads", counters),
+    ]
+
+
+def ask(server: Server, prompt: list[int], mix: Mix | None, num_new: int) -> tuple[list[int], list[float]]:
+    """Greedy tokens and their log probabilities."""
+    answer = server.generate(input_ids=prompt, lora_path=text(mix), sampling_params=greedy(num_new), return_logprob=True)
+    return answer["output_ids"], [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+
+
+def flush(server: Server) -> None:
+    """Empty the cache: SGLang refuses for as long as something runs."""
+    for _ in range(100):
+        if requests.post(f"{server.url}/flush_cache", timeout=60).ok:
+            return
+        time.sleep(0.1)
+    raise RuntimeError("the server is never idle")
+
+
+@contextmanager
+def watch_loads(server: Server) -> Iterator[list[bool]]:
+    """Samples while the block runs: whether an adapter was being copied, each time that a request held KV."""
+    samples: list[bool] = []
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.wait(0.02):
+            tree = server.tree()
+            if tree["pool"]["slots"]["gpu"]["running_kv"]:
+                samples.append(tree["adapters"]["loading"] > 0)
+
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(work)
+        try:
+            yield samples
+        finally:
+            over.set()
+        watching.result()
+
+
+@torch.inference_mode()
+def judge(oracle: Oracle, prompt: list[int], tokens: list[int], mix: Mix | None) -> tuple[list[float], list[float]]:
+    """What PEFT says of an answer, by one pass over it: for each token the greedy one's log probability, and its own."""
+    model = oracle.model
+    ids = torch.tensor([[*prompt, *tokens]], device=oracle.device)
+    with ExitStack() as stack:
+        if mix is None:
+            stack.enter_context(model.disable_adapter())
+        else:
+            model.set_adapter(adapter_of(oracle, mix))
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+    distribution = torch.log_softmax(logits.double(), -1)
+    given = distribution.gather(1, torch.tensor(tokens, device=oracle.device)[:, None])[:, 0]
+    return distribution.max(-1).values.tolist(), given.tolist()
+
+
+def adapter_of(oracle: Oracle, mix: Mix) -> str:
+    """The name under which PEFT has an adapter or a mix."""
+    name, weight = next(iter(mix.items()))
+    return name if len(mix) == 1 and weight == 1.0 else oracle._mix(mix)
 
 
 def prefill_graphs(work: Path) -> Records:
@@ -172,7 +369,8 @@ def prefill_graphs(work: Path) -> Records:
     which prefill makes: without decode graphs attention may split its sums otherwise.
     """
     captured, padded = (64, 512, 1024), (3, 30, 500, 513, 900, 1500)
-    options = small_options(work)
+    model, adapters = make_small(work)
+    options = [*small_options(model), *tree_options(adapters)]
     graphs = [*GRAPHS, "--cuda-graph-backend-prefill"]
     servers = {
         name: Server([*options, *arguments], work / f"prefill_graphs_{name}.log", FLOAT32)
@@ -189,9 +387,7 @@ def prefill_graphs(work: Path) -> Records:
             server.wait()
             rng = random.Random(17)
             answers[name] = [
-                ask_logprobs(server, [rng.randrange(2, 4000) for _ in range(length)], mix)
-                for length in (*captured, *padded)
-                for mix in SMALL_MIXES
+                ask(server, random_prompt(rng, length), mix, 8)[1] for length in (*captured, *padded) for mix in SMALL_MIXES
             ]
         log = servers["on"].read_log().splitlines()
         replays = sum("Prefill batch" in line and "graph: True" in line for line in log)
@@ -208,13 +404,6 @@ def prefill_graphs(work: Path) -> Records:
         note = "largest difference of a log probability, padded prompts"
         records.append(results.record(f"prefill_graphs_padded/{name}", worst, "nats", limit="value <= 0.0001", note=note))
     return records
-
-
-def ask_logprobs(server: Server, prompt: list[int], mix: Mix | None) -> list[float]:
-    """Log probabilities of eight greedy tokens."""
-    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-    answer = server.generate(input_ids=prompt, lora_path=text(mix), sampling_params=sampling, return_logprob=True)
-    return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
 
 
 # ---- bf16 against float64 ----
@@ -281,6 +470,101 @@ def bf16_error(work: Path) -> Records:
     return records
 
 
+MERGED_MIXES: tuple[Mix, ...] = (
+    {"a": 1.0},
+    {"c": 1.0},
+    {"d": 1.0},
+    {"a": 0.7, "b": 0.3},
+    {"a": 0.4, "b": 0.4, "c": 0.4, "d": 0.4},
+)
+
+
+def bf16_served(work: Path) -> Records:
+    """Error of served log probabilities in bf16 against PEFT in float64: ours, against merged bf16 weights served by SGLang
+    with the same options and without LoRA.
+
+    Prompts of 300 tokens, whose own log probabilities show prefill, and 64 greedy tokens, which show decoding with graphs; each
+    server's answers are judged as they are. The head is computed in float32 in both: its rounding would hide the rest's.
+    """
+    model, adapters = make_small(work)
+    base = work / "small_bf16"
+    LlamaForCausalLM.from_pretrained(model, torch_dtype=torch.bfloat16).save_pretrained(base)
+    oracle = Oracle(base, adapters, device=DEVICE, dtype=torch.float64)
+    merged = [save_merged(oracle, base, mix, work / f"merged{index}") for index, mix in enumerate(MERGED_MIXES)]
+    options = [*DECODE_GRAPHS, "--enable-fp32-lm-head"]
+    ours = Server([*small_options(base, dtype="bfloat16"), *tree_options(adapters), *options], work / "bf16_served.log")
+    theirs = Server([*small_options(merged[0], dtype="bfloat16"), *options], work / "bf16_merged.log")
+    rng = random.Random(29)
+    prompts = [random_prompt(rng, 300) for _ in range(8)]
+    errors: dict[tuple[str, str, int], float] = {}
+
+    def measure(server: Server, who: str, index: int, lora_path: str | None) -> None:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(lambda prompt: ask_all(server, prompt, 64, lora_path), prompts))
+        prefill, decode = [], []
+        for prompt, (tokens, logprobs) in zip(prompts, answers, strict=True):
+            exact = judge(oracle, prompt[:1], [*prompt[1:], *tokens], MERGED_MIXES[index])[1]
+            off = [served - own for served, own in zip(logprobs, exact, strict=True)]
+            prefill += off[: -len(tokens)]
+            decode += off[-len(tokens) + 1 :]  # prefill makes the first
+        errors[who, "prefill", index], errors[who, "decode", index] = root_mean_square(prefill), root_mean_square(decode)
+
+    with ExitStack() as stack:
+        start_side_by_side([ours, theirs], stack)
+        ours.wait()
+        for index, mix in enumerate(MERGED_MIXES):
+            measure(ours, "ours", index, text(mix))
+        tree = ours.tree()
+        theirs.wait()
+        for index, folder in enumerate(merged):
+            answer = requests.post(f"{theirs.url}/update_weights_from_disk", json={"model_path": str(folder)}, timeout=200)
+            assert answer.ok and answer.json()["success"], answer.text
+            measure(theirs, "merged", index, None)
+    records = []
+    for step in ("prefill", "decode"):
+        for kind, wanted in (("adapters", 1), ("mixes", 2)):
+            chosen = [index for index, mix in enumerate(MERGED_MIXES) if min(len(mix), 2) == wanted]
+            own, other = (root_mean_square([errors[who, step, index] for index in chosen]) for who in ("ours", "merged"))
+            each = ", ".join(f"{errors['ours', step, index] / errors['merged', step, index]:.2f}" for index in chosen)
+            records.append(
+                results.record(
+                    f"bf16_served_error/{step}/{kind}",
+                    own,
+                    "nats",
+                    baseline=("merged bf16 weights, served without LoRA", other),
+                    limit="ratio <= 1.1",
+                    note=f"root mean square of log probabilities' errors against PEFT in float64; each of {len(chosen)}: {each}",
+                )
+            )
+    return [*records, results.record("invalid_kv/bf16_served", tree["invalid_kv"], "tokens", limit="value <= 0")]
+
+
+def save_merged(oracle: Oracle, base: Path, mix: Mix, folder: Path) -> Path:
+    """The base model's weights with a mix added, in float64, rounded to bf16 once."""
+    model = LlamaForCausalLM.from_pretrained(base, torch_dtype=torch.float64).to(oracle.device)
+    name = adapter_of(oracle, mix)
+    with torch.inference_mode():
+        for path, layer in oracle.model.base_model.model.named_modules():
+            if isinstance(layer, LoraLayer) and name in layer.lora_A:
+                model.get_submodule(path).weight += layer.get_delta_weight(name)
+    model.bfloat16().save_pretrained(folder)
+    return folder
+
+
+def ask_all(server: Server, prompt: list[int], num_new: int, lora_path: str | None) -> tuple[list[int], list[float]]:
+    """Greedy tokens; log probabilities of the prompt's tokens, from the second on, and of those."""
+    answer = server.generate(
+        input_ids=prompt, lora_path=lora_path, sampling_params=greedy(num_new), return_logprob=True, logprob_start_len=0
+    )
+    meta = answer["meta_info"]
+    entries = [*meta["input_token_logprobs"][-len(prompt) + 1 :], *meta["output_token_logprobs"]]
+    return answer["output_ids"], [entry[0] for entry in entries]
+
+
+def root_mean_square(values: Sequence[float]) -> float:
+    return (sum(value * value for value in values) / len(values)) ** 0.5
+
+
 # ---- The 8B shape ----
 
 
@@ -316,7 +600,9 @@ def llama8b(work: Path) -> Records:
                     note="32 parallel requests, 256 prompt + 128 new tokens, decode graphs",
                 )
             )
-        records.append(results.record("invalid_kv/llama8b", server.tree()["invalid_kv"], "tokens", limit="value <= 0"))
+        tree = server.tree()
+        records.append(results.record("invalid_kv/llama8b", tree["invalid_kv"], "tokens", limit="value <= 0"))
+        records.append(swap_in_record("llama8b", tree["counters"]))
     return records
 
 
@@ -345,6 +631,7 @@ FLOAT32 = {
 }
 
 GRAPHS = ["--attention-backend", "triton", "--cuda-graph-max-bs-decode", "32"]
+DECODE_GRAPHS = [*GRAPHS, "--cuda-graph-backend-prefill", "disabled"] if ON_GPU else []
 
 PHASES: dict[str, Callable[[Path], Records]] = {
     "bf16": bf16_error,
@@ -352,13 +639,11 @@ PHASES: dict[str, Callable[[Path], Records]] = {
         work, "eager", ["--attention-backend", "torch_native"], FLOAT32, "float32, torch_native attention, no graphs"
     ),
     "graphs": lambda work: exactness(
-        work,
-        "graphs",
-        [*GRAPHS, "--cuda-graph-backend-prefill", "disabled"],
-        FLOAT32,
-        "float32, triton attention with IEEE dots, decode CUDA graphs",
+        work, "graphs", DECODE_GRAPHS, FLOAT32, "float32, triton attention with IEEE dots, decode CUDA graphs"
     ),
+    "loads": loads,
     "prefill_graphs": prefill_graphs,
+    "bf16_served": bf16_served,
     "llama8b": llama8b,
 }
 
@@ -368,7 +653,12 @@ def main() -> None:
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--out", type=Path, default=results.RESULTS)
     arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
     report = results.Report("acceptance", results.gpu(), arguments.out)
+    failed = []
+    if not ON_GPU:
+        torch.set_num_threads(1)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the servers
     with tempfile.TemporaryDirectory() as folder:
         for phase in arguments.phases:
             start = time.monotonic()
@@ -376,9 +666,11 @@ def main() -> None:
                 report.add(*PHASES[phase](Path(folder)))
             except Exception as error:
                 print(f"{phase} failed: {error}")
+                failed.append(phase)
             print(f"{phase}: {time.monotonic() - start:.0f} s", flush=True)
             for log in Path(folder).glob("*.log"):
                 (arguments.out / log.name).write_text(log.read_text()[-200000:])
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -60,20 +60,24 @@ def tests(*files: str) -> tuple[str, ...]:
     return (*PYTEST, *(f"tests/{file}" for file in files))
 
 
+SANITIZER = ("compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all", *tests("kernels/test_gpu.py"))
+
 PARTS = (
     Part("kernel_tests", tests(*(f"kernels/test_{name}.py" for name in ("gpu", "triton", "jacobi", "tsqr"))), 280, timed=False),
     Part("demo", (PYTHON, "examples/demo.py", "--out", "OUT/demo", "--", "--attention-backend", "triton"), 280, timed=False),
     Part("acceptance", benchmark("acceptance_gpu", "--phases", "graphs", "bf16"), 280, timed=False),
     Part("prefill_graphs", benchmark("acceptance_gpu", "--phases", "prefill_graphs"), 300, timed=False),
+    Part("loads", benchmark("acceptance_gpu", "--phases", "loads", "bf16_served"), 280, timed=False),
     Part(
-        "sanitizer",
-        ("compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all", *tests("kernels/test_gpu.py"),
-         "-k", "real_shapes and dtype0 or prefill_graph and qkv and 64"),  # the others take minutes under it
+        "sanitizer",  # the other tests take minutes under it
+        (*SANITIZER, "-k", "real_shapes and dtype0"),
         300,
         timed=False,
-        needs="compute-sanitizer",
+        needs=SANITIZER[0],
         environment=(("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),),  # so that every tensor has bounds of its own
     ),
+    # With that variable every new tensor is a cudaMalloc, which the capture of a graph forbids.
+    Part("sanitizer_graph", (*SANITIZER, "-k", "prefill_graph and qkv and 64"), 300, timed=False, needs=SANITIZER[0]),
     Part("decode_added", benchmark("kernel_world"), 100),
     Part("kernels", benchmark("kernels"), 450),
     Part("fleet_serving", benchmark("fleet_serving"), 340),

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from benchmarks import queue_orders
-from benchmarks.queue_orders import ADVICE, NUM_ON_GPU, OFF, Tier, make_trace, simulate
+from benchmarks.queue_orders import ADVICE, NUM_ON_GPU, OFF, SLO, Tier, make_trace, run_all, satisfaction, simulate
 from sglang_lora_tree.config import QUEUE_ORDERS, Settings
 
 TRACE = make_trace(40.0, 2.0, 0, count=200)  # above what the server can do, so that a queue forms
@@ -29,6 +29,12 @@ def test_every_request_is_served_once_and_the_same_every_time(order: str) -> Non
 def test_what_is_refused_and_what_is_served_are_all_requests() -> None:
     outcome = simulate(TRACE, Settings(queue_order="fcfs", ttft_slo_seconds=0.2))
     assert outcome.refused > 0 and outcome.refused + len(outcome.ttft) == len(TRACE)
+
+
+def test_satisfaction_falls_with_the_wait_and_counts_who_was_refused() -> None:
+    assert satisfaction([0.0, SLO / 2, SLO, 3 * SLO], 8) == pytest.approx((1 + 0.75) / 8)
+    row = run_all([TRACE], queue_order="fcfs", ttft_slo_seconds=SLO)
+    assert 0 < row["satisfaction"] < row["slo"] <= 1 - row["refused"]
 
 
 def test_lag_with_a_theta_of_0_is_first_come_first_served_and_without_theta_it_is_not() -> None:

@@ -6,12 +6,15 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
+import torch
 
 from .conftest import PATIENCE, WIDE, Live, on
 from .judge import Judge, Mix, random_prompts
@@ -143,66 +146,134 @@ def test_pinned_adapters_stay(live: Live, others: dict[str, Path]) -> None:
     server.check_at_rest()
 
 
-# ---- Overload, by hand: LORA_TREE_LONG=1 pytest tests/live/test_admission.py -k overload ----
+# ---- Orders and overload, on servers of their own ----
 
 
-@pytest.mark.skipif(not os.environ.get("LORA_TREE_LONG"), reason="starts a server of its own; set LORA_TREE_LONG=1")
-@pytest.mark.timeout(900)
-def test_overload_fairness_and_priorities(llama: Path, five: dict[str, Path], small_judge: Judge, tmp_path: Path) -> None:
-    """A server with an SLO, fairness and priorities, of two requests at a time: who would be late gets a 503 that says when
-    to come back, a priority overtakes, and an adapter with few requests is not behind one with many."""
-    settings = {"verify_invariants": True, "ttft_slo_seconds": SLO, "fairness": True}
-    paths = [f"{name}={path}" for name, path in five.items()]
-    arguments = ["--model-path", str(llama), "--skip-tokenizer-init", "--dtype", "float32", "--max-total-tokens", "3000"]
-    arguments += ["--max-running-requests", "2", "--enable-priority-scheduling", "--hicache-ratio", "2"]
-    log = Path(os.environ.get("LORA_TREE_LOGS", str(tmp_path))) / "overload.log"
-    server = Server(log, [*arguments, "--lora-tree", json.dumps(settings), "--lora-paths", *paths], {"OMP_NUM_THREADS": "1"})
-    names = sorted(five)
-    many, few = names[:2]
-    finished: list[tuple[float, str]] = []
-    served: list[tuple[list[int], str, int, Answer]] = []
+class Clients:
+    """Requests from many threads: in which order they were answered, and whether what was served is PEFT's."""
 
-    def ask(what: str, name: str, num_new: int, seed: int, priority: int = 0) -> requests.Response:
-        (prompt,) = random_prompts(1, 40, 320, seed)
-        response = server.post("/generate", generate_body([prompt], num_new, [{name: 1.0}], priority=priority))
-        finished.append((time.monotonic(), what))
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.finished: list[tuple[float, str]] = []
+        self.served: list[tuple[list[int], str, int, Answer]] = []
+
+    def ask(self, what: str, name: str, num_new: int, seed: int, prefix: Sequence[int] = (), **fields: Any) -> requests.Response:
+        prompt = [*prefix, *random_prompts(1, 40 - len(prefix), 320, seed)[0]]
+        response = self.server.post("/generate", generate_body([prompt], num_new, [{name: 1.0}], **fields))
+        self.finished.append((time.monotonic(), what))
         if response.status_code == 200:
-            served.append((prompt, name, num_new, Answer.of(response.json()[0])))
+            self.served.append((prompt, name, num_new, Answer.of(response.json()[0])))
         return response
 
-    def order_of(what: str) -> list[int]:
-        return [place for place, (_, other) in enumerate(sorted(finished)) if other == what]
+    def places(self, what: str) -> list[int]:
+        return [place for place, (_, other) in enumerate(sorted(self.finished)) if other == what]
 
+    def warm_up(self, *names: str) -> None:
+        """Bring adapters in from disk, which may take longer than an SLO."""
+        for name in names:
+            wait_until(lambda name=name: self.ask("warm", name, 4, 0).status_code == 200, 120, "nobody is served")  # type: ignore[misc]
+        self.finished.clear()
+
+    def check(self, judge: Judge) -> None:
+        for prompt, name, num_new, answer in self.served:
+            judge.check(prompt, answer, {name: 1.0}, num_new)
+
+
+@contextmanager
+def serve_few(model: Path, adapters: dict[str, Path], log: Path, settings: dict[str, Any], *arguments: str) -> Iterator[Server]:
+    """A server that runs few requests at a time."""
+    if torch.cuda.is_available():
+        pytest.skip("this server is that of the CPU platform")
+    paths = [f"{name}={path}" for name, path in adapters.items()]
+    options = ["--model-path", str(model), "--skip-tokenizer-init", "--dtype", "float32", "--max-total-tokens", "3000"]
+    options += ["--hicache-ratio", "2", *arguments]
+    options += ["--lora-tree", json.dumps({"verify_invariants": True, **settings}), "--lora-paths", *paths]
+    server = Server(Path(os.environ.get("LORA_TREE_LOGS", str(log.parent))) / log.name, options, {"OMP_NUM_THREADS": "1"})
     try:
         server.wait()
-        with ThreadPoolExecutor(64) as pool:
-            for name in (many, few):  # read from disk, which may take longer than the SLO
-                wait_until(lambda name=name: ask("warm", name, 4, 0).status_code == 200, 120, "nobody is served")  # type: ignore[misc]
-            # Priorities: one that comes last, and is served before most of those that wait.
-            finished.clear()
-            low = [pool.submit(ask, "low", many, 24, seed) for seed in range(8)]
-            time.sleep(0.3)
-            high = pool.submit(ask, "high", many, 24, 100, 5)
-            assert [future.result().status_code for future in (*low, high)] == [200] * 9
-            assert order_of("high")[0] <= 5, finished
-            # Fairness: three that come after twelve of another adapter.
-            finished.clear()
-            crowd = [pool.submit(ask, "many", many, 16, seed) for seed in range(12)]
-            time.sleep(0.3)
-            guests = [pool.submit(ask, "few", few, 16, 200 + seed) for seed in range(3)]
-            assert {future.result().status_code for future in (*crowd, *guests)} == {200}
-            assert order_of("few")[-1] < 12, finished
-            # Overload: more than can be served in time.
-            answers = [future.result() for future in [pool.submit(ask, "flood", names[seed % 5], 64, seed) for seed in range(64)]]
+        yield server
+    finally:
+        server.stop()
+
+
+def test_overload_fairness_and_priorities(llama: Path, five: dict[str, Path], small_judge: Judge, tmp_path: Path) -> None:
+    """A server with an SLO, fairness and priorities: who would be late gets a 503 that says when to come back, a priority
+    overtakes, and an adapter with few requests is not behind one with many."""
+    settings = {"ttft_slo_seconds": SLO, "fairness": True}
+    arguments = ["--enable-priority-scheduling", "--max-running-requests", "2"]
+    names = sorted(five)
+    many, few = names[:2]
+    with (
+        serve_few(llama, five, tmp_path / "overload.log", settings, *arguments) as server,
+        ThreadPoolExecutor(64) as pool,
+    ):
+        clients = Clients(server)
+        clients.warm_up(many, few)
+        # Priorities: one that comes last, and is served before most of those that wait.
+        low = [pool.submit(clients.ask, "low", many, 24, seed) for seed in range(8)]
+        time.sleep(0.3)
+        high = pool.submit(clients.ask, "high", many, 24, 100, priority=5)
+        assert [future.result().status_code for future in (*low, high)] == [200] * 9
+        assert clients.places("high")[0] <= 5, clients.finished
+        # Fairness: three that come after twelve of another adapter.
+        clients.finished.clear()
+        crowd = [pool.submit(clients.ask, "many", many, 16, seed) for seed in range(12)]
+        time.sleep(0.3)
+        guests = [pool.submit(clients.ask, "few", few, 16, 200 + seed) for seed in range(3)]
+        assert {future.result().status_code for future in (*crowd, *guests)} == {200}
+        assert clients.places("few")[-1] < 12, clients.finished
+        # Overload: more than can be served in time.
+        flood = [pool.submit(clients.ask, "flood", names[seed % 5], 64, seed) for seed in range(64)]
+        answers = [future.result() for future in flood]
         refused = [answer for answer in answers if answer.status_code != 200]
         assert 0 < len(refused) < len(answers), "some are served, some are not"
         for answer in refused:
             assert answer.status_code == 503 and "overloaded" in answer.text, answer.text
             assert 1 <= int(answer.headers["Retry-After"]) <= 60
-        assert ask("after", few, 4, 1).status_code == 200
+        assert clients.ask("after", few, 4, 1).status_code == 200
         assert server.tree()["plans"]["refused"] >= len(refused)
         server.check_at_rest()
-    finally:
-        server.stop()
-    for prompt, name, num_new, answer in served:
-        small_judge.check(prompt, answer, {name: 1.0}, num_new)
+    clients.check(small_judge)
+
+
+def test_longest_prefix_first_and_the_drainer(llama: Path, five: dict[str, Path], small_judge: Judge, tmp_path: Path) -> None:
+    """SGLang's ``--schedule-policy lpm`` decides among requests that LAG holds equal, and its drainer makes room for an adapter
+    that waits behind two others (theta is off)."""
+    arguments = ["--schedule-policy", "lpm", "--max-loras-per-batch", "2", "--lora-drain-wait-threshold", "0.3"]
+    # The drainer is asked only while there is room for another request, and says nothing above that level.
+    arguments += ["--max-running-requests", "4", "--log-level", "debug"]
+    first, second, third = sorted(five)[:3]
+    with (
+        serve_few(llama, five, tmp_path / "lpm.log", {"theta_seconds": 1e6}, *arguments) as server,
+        ThreadPoolExecutor(64) as pool,
+    ):
+        clients = Clients(server)
+        clients.warm_up(first, second, third)
+        # Five whose prompts are known but for their ends come after five unknown ones.
+        (stem,) = random_prompts(1, 36, 320, 300)
+        clients.ask("stem", first, 4, 301, stem)
+        clients.finished.clear()
+        running = [pool.submit(clients.ask, "running", first, 250, 310 + seed) for seed in range(4)]
+        time.sleep(0.3)
+        cold = [pool.submit(clients.ask, "cold", first, 8, 320 + seed) for seed in range(5)]
+        time.sleep(0.3)
+        known = [pool.submit(clients.ask, "known", first, 8, 330 + seed, stem) for seed in range(5)]
+        assert {future.result().status_code for future in (*running, *cold, *known)} == {200}
+        assert sum(clients.places("known")) < sum(clients.places("cold")), clients.finished
+        # Two adapters run, and more requests of theirs come; one of a third comes before most of those, and is not the last.
+        clients.finished.clear()
+
+        def crowd(count: int, num_new: int) -> list[Future[requests.Response]]:
+            return [
+                pool.submit(clients.ask, "crowd", name, num_new, 400 + seed) for seed in range(count) for name in (first, second)
+            ]
+
+        before = [*crowd(1, 130), *crowd(1, 20)]
+        time.sleep(0.2)
+        guest = pool.submit(clients.ask, "guest", third, 24, 500)
+        time.sleep(0.1)
+        assert {future.result().status_code for future in (*before, guest, *crowd(15, 20))} == {200}
+        assert clients.places("guest")[0] <= 28, clients.finished
+        assert "finished draining" in server.read_log()
+        server.check_at_rest()
+    clients.check(small_judge)

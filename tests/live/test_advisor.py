@@ -24,6 +24,7 @@ from models import ALL_LINEAR, make_adapters, make_llama
 from safetensors.torch import load_file, save_file
 
 from benchmarks import results
+from sglang_lora_tree.config import Settings
 
 from .conftest import TINY, Live, on
 from .judge import Judge, Mix, random_prompts
@@ -131,16 +132,23 @@ def test_plans_take_effect_and_say_how(live: Live) -> None:
 # ---- A long run, by hand: LORA_TREE_LONG=1 pytest tests/live/test_advisor.py -k long -s; LORA_TREE_LONG=record notes it ----
 
 NUM_ADAPTERS, NUM_TURNS, NUM_NEW = 100, 5, 8
-NUM_CONVERSATIONS = int(os.environ.get("LORA_TREE_CONVERSATIONS", "400"))
+NUM_CONVERSATIONS = int(os.environ.get("LORA_TREE_CONVERSATIONS", "408"))
 """Fewer on a machine that others use too."""
-NUM_KILLS, NUM_ROUNDS, NUM_CLIENTS = 20, 4, 48
+NUM_KILLS, NUM_ROUNDS, NUM_CLIENTS = int(os.environ.get("LORA_TREE_KILLS", "20")), 4, 48
+"""Kills in all, and as many stops."""
+TROUBLE: dict[str, int | None] = {"nothing": None, "kills": signal.SIGKILL, "stops": signal.SIGSTOP}
+"""What happens to the advisor in rounds by turns; a stopped one is wedged, and garbage goes onto its socket before."""
+NUM_TALKS = NUM_CONVERSATIONS // (len(TROUBLE) * NUM_ROUNDS)
+"""Conversations of one round."""
 
 
 class Measured:
-    """What clients saw of one phase."""
+    """What clients saw of one kind of rounds."""
 
     def __init__(self) -> None:
         self.first: list[float] = []
+        self.spans: list[tuple[float, float, float]] = []
+        """When each request was sent, and when its first and its last token came."""
         self.gaps: list[float] = []
         self.cases: list[tuple[list[int], Mix | None]] = []
         self.answers: list[Answer] = []
@@ -170,6 +178,7 @@ def stream(server: Server, prompt: list[int], mix: Mix | None, measured: Measure
     answer = Answer.of(last)
     with measured.lock:
         measured.first.append(arrivals[0] - start)
+        measured.spans.append((start, arrivals[0], arrivals[-1]))
         measured.gaps += np.diff(arrivals).tolist()
         measured.cases.append((prompt, mix))
         measured.answers.append(answer)
@@ -177,35 +186,73 @@ def stream(server: Server, prompt: list[int], mix: Mix | None, measured: Measure
 
 
 @contextmanager
-def killer(server: Server, count: int, kind: int = signal.SIGKILL) -> Iterator[Callable[[], int]]:
-    """Kill the advisor at random moments while the block runs, each time one whose plans rule; gives the kills so far.
+def killer(server: Server, count: int, kind: int | None) -> Iterator[Callable[[], int]]:
+    """Send the advisor a signal at random moments while the block runs, each time one whose plans rule; gives how often so far.
 
-    With signal 0 nobody is killed, and everything else is the same.
+    With None nothing is sent, and everything else is the same.
     """
-    stopping, kills, draw = threading.Event(), [], random.Random(7)
+    stopping, hit, draw = threading.Event(), [], random.Random(7)
 
     def work() -> None:
-        while len(kills) < count and not stopping.wait(draw.uniform(0.5, 1.5)):
+        while len(hit) < count and not stopping.wait(draw.uniform(0.5, 1.5)):
             state = plans(server)
-            if state["is_fallback"] or (kills and state["pid"] == kills[-1]) or not is_alive(state["pid"]):
+            if state["is_fallback"] or (hit and state["pid"] == hit[-1]) or not is_alive(state["pid"]):
                 continue
-            os.kill(state["pid"], kind)
-            kills.append(state["pid"] if kind else None)
+            if kind == signal.SIGSTOP:
+                send_garbage(server)
+            if kind is not None:
+                os.kill(state["pid"], kind)
+            hit.append(state["pid"] if kind is not None else None)
 
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        yield lambda: len(kills)
+        yield lambda: len(hit)
     finally:
         stopping.set()
         thread.join()
 
 
+@contextmanager
+def watch_invalid_kv(server: Server) -> Iterator[list[int]]:
+    """Samples of the server's count while the block runs."""
+    samples, over = [], threading.Event()
+
+    def work() -> None:
+        while not over.wait(0.2):
+            samples.append(int(server.tree()["invalid_kv"]))
+
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(work)
+        try:
+            yield samples
+        finally:
+            over.set()
+        watching.result()
+
+
+def longest_overtaking(spans: Sequence[tuple[float, float, float]]) -> float:
+    """By how many seconds a request came later at most than one that had its first token after it."""
+    longest, latest = 0.0, -float("inf")
+    for start, *_ in sorted(spans, key=lambda span: span[1]):
+        longest, latest = max(longest, latest - start), max(latest, start)
+    return longest
+
+
+def test_overtaking_is_how_much_later_who_was_served_before_came() -> None:
+    assert longest_overtaking([(0.0, 1.0, 2.0), (0.5, 1.5, 2.0), (3.0, 3.1, 3.2)]) == 0.0
+    assert longest_overtaking([(0.0, 5.0, 6.0), (1.0, 2.0, 3.0), (4.0, 4.5, 5.0), (4.5, 6.0, 7.0)]) == 4.0
+
+
 @pytest.mark.skipif(not os.environ.get("LORA_TREE_LONG"), reason="takes a quarter of an hour; set LORA_TREE_LONG=1")
 @pytest.mark.timeout(3600)
 def test_long_run_with_twenty_kills(tmp_path: Path) -> None:
-    """100 adapters over a pool that holds a quarter of them, 2,000 requests of multi-turn traffic in rounds with and without
-    kills by turns, 20 kills in all."""
+    """100 adapters over a pool that holds a quarter of them, 2,000 requests of multi-turn traffic in rounds without trouble, with
+    kills and with stops and garbage by turns, 20 of each in all.
+
+    Every answer is PEFT's, there is no invalid KV, and nobody starves: once a request is older than theta, one that comes more
+    than a batch later is not served before it.
+    """
     torch.set_num_threads(1)
     llama = make_llama(tmp_path / "llama")
     adapters = make_many(llama, tmp_path / "adapters", NUM_ADAPTERS)
@@ -216,38 +263,79 @@ def test_long_run_with_twenty_kills(tmp_path: Path) -> None:
     arguments += ["--hicache-ratio", "2", "--lora-tree", json.dumps(settings), "--lora-paths", *paths]
     log = Path(os.environ.get("LORA_TREE_LOGS", str(tmp_path))) / "long.log"
     server = Server(log, arguments, {"OMP_NUM_THREADS": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"})
+    rounds = {name: Measured() for name in TROUBLE}
+    done = dict.fromkeys(TROUBLE, 0)
     try:
         server.wait()
         until_plans_come(server)
-        quiet, loud, kills = Measured(), Measured(), 0
-        for round_number in range(2 * NUM_ROUNDS):
-            measured, kind = (loud, signal.SIGKILL) if round_number % 2 else (quiet, 0)
-            with killer(server, NUM_KILLS // NUM_ROUNDS, kind) as done:
-                converse(server, list(adapters), round_number, measured)
-                while kind and done() < NUM_KILLS // NUM_ROUNDS:
-                    time.sleep(0.2)
-            kills += done() if kind else 0
-        wait_until(lambda: plans(server)["deaths"] >= kills, PATIENCE, "not all kills were noticed")
-        state = until_plans_come(server)
+        with watch_invalid_kv(server) as invalid_kv:
+            for number in range(NUM_ROUNDS * len(TROUBLE)):
+                name = list(TROUBLE)[number % len(TROUBLE)]
+                with killer(server, NUM_KILLS // NUM_ROUNDS, TROUBLE[name]) as so_far:
+                    converse(server, list(adapters), number, rounds[name])
+                    while TROUBLE[name] and so_far() < NUM_KILLS // NUM_ROUNDS:
+                        time.sleep(0.2)
+                done[name] += so_far() if TROUBLE[name] else 0
+            wait_until(lambda: plans(server)["deaths"] >= sum(done.values()), PATIENCE, "not all kills were noticed")
+            state = until_plans_come(server)
         server.check_at_rest()
     finally:
         server.stop()
-    print(json.dumps({"without kills": quiet.summary(), "with kills": loud.summary(), "kills": kills, "plans": state}))
+    judge, wrong = Judge(llama, adapters), []
+    for measured in rounds.values():
+        assert len(measured.answers) == NUM_ROUNDS * NUM_TALKS * NUM_TURNS
+        for (prompt, mix), answer in zip(measured.cases, measured.answers, strict=True):
+            try:
+                judge.check(prompt, answer, mix, NUM_NEW)
+            except AssertionError as fault:
+                wrong.append(str(fault))
+    records = records_of(rounds, done, len(wrong), invalid_kv)
+    print(results.table(records))
+    print(json.dumps({name: measured.summary() for name, measured in rounds.items()} | {"done": done, "plans": state}))
     if os.environ["LORA_TREE_LONG"] == "record":
-        results.merge("scheduler", "cpu", [record_of(quiet, loud, kills)])
-    assert state["deaths"] == kills == NUM_KILLS
-    judge = Judge(llama, adapters)
-    for measured in (quiet, loud):
-        assert len(measured.answers) == NUM_ROUNDS * (NUM_CONVERSATIONS // (2 * NUM_ROUNDS)) * NUM_TURNS
-        judge.check_all(measured.cases, measured.answers, NUM_NEW)
+        results.merge("scheduler", "cpu", records)
+    assert not wrong, wrong[:10]
+    assert max(invalid_kv) == 0 and len(invalid_kv) > 10
+    assert done["kills"] == done["stops"] == NUM_KILLS // NUM_ROUNDS * NUM_ROUNDS
+    assert state["deaths"] == done["kills"] + done["stops"] and state["wedged"] == done["stops"] and state["garbage"] > 0
+    missed = [record for record in records if record["met"] is False and record["metric"].startswith("long_run")]
+    assert not missed, results.table(missed)
 
 
-def record_of(quiet: Measured, loud: Measured, kills: int) -> dict[str, Any]:
-    """What kills cost those who wait for the next token, in the terms of ``benchmarks``."""
-    (without, _), (value, gaps) = ((float(np.percentile(measured.gaps, 99)), len(measured.gaps)) for measured in (quiet, loud))
-    note = f"live on the CPU: {kills} kills in {NUM_ROUNDS} rounds, by turns with {NUM_ROUNDS} without; {gaps} gaps in each"
-    beside = ("without kills", without)
-    return results.record("gap_p99_with_kills_s", value, "s", baseline=beside, limit="ratio <= 1.1", note=note)
+def records_of(rounds: dict[str, Measured], done: dict[str, int], wrong: int, invalid_kv: Sequence[int]) -> list[dict[str, Any]]:
+    """What the long run shows, in the terms of ``benchmarks``: what trouble costs those who wait for the next token, and what
+    must hold all the time."""
+    spans = [span for measured in rounds.values() for span in measured.spans]
+    batch = max(last - first for _, first, last in spans)
+    past_theta = max(0.0, longest_overtaking(spans) - Settings().theta_seconds)
+    quiet = rounds["nothing"]
+    beside = ("without trouble", float(np.percentile(quiet.gaps, 99)))
+    records = []
+    for name in ("kills", "stops"):
+        gaps = rounds[name].gaps
+        note = f"live on the CPU: {done[name]} {name} in {NUM_ROUNDS} rounds, by turns with rounds without; {len(gaps)} gaps"
+        value = float(np.percentile(gaps, 99))
+        records.append(results.record(f"gap_p99_with_{name}_s", value, "s", baseline=beside, limit="ratio <= 1.1", note=note))
+    note = (
+        f"live on the CPU, {NUM_ADAPTERS} adapters, a pool for a quarter; advisor: {done['kills']} kills, {done['stops']} stops"
+    )
+    counted = f"{len(invalid_kv)} samples, and every invariant checked at every step"
+    return [
+        *records,
+        results.record("long_run_answers", len(spans), "answers", note=note),
+        results.record(
+            "long_run_wrong_answers", wrong, "answers", limit="value <= 0", note="tokens and log probabilities, by PEFT"
+        ),
+        results.record("long_run_invalid_kv", max(invalid_kv), "tokens", limit="value <= 0", note=counted),
+        results.record(
+            "long_run_overtaken_past_theta_s",
+            past_theta,
+            "s",
+            baseline=("one batch: the longest answer from its first token to its last", batch),
+            limit="ratio <= 1.0",
+            note=f"by how much more than theta ({Settings().theta_seconds:g} s) a request came after one that was served later",
+        ),
+    ]
 
 
 def converse(server: Server, names: Sequence[str], seed: int, measured: Measured) -> None:
@@ -263,7 +351,7 @@ def converse(server: Server, names: Sequence[str], seed: int, measured: Measured
 
     plans_of_talk = [
         (choose(index), random_prompts(NUM_TURNS, draw.randint(4, 16), 320, seed=1000 * seed + index))
-        for index in range(NUM_CONVERSATIONS // (2 * NUM_ROUNDS))
+        for index in range(NUM_TALKS)
     ]
 
     def talk(case: tuple[Mix | None, list[list[int]]]) -> None:
