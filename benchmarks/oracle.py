@@ -23,8 +23,6 @@ class Oracle(Policy):
         upcoming: number of the first job that has not come to the tree yet.
     """
 
-    monotone = False
-
     def __init__(
         self,
         state: RetentionState,

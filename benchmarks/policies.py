@@ -9,8 +9,8 @@ Five parts:
 * no_plans: Eval without the advisor, at one rate;
 * sensitivity: what Eval's parameters do, at one rate.
 
-Run: ``python -m benchmarks.policies`` (about 20 minutes on one core; ``--part NAME`` for one). Each part leaves its runs in
-``results/policies/``; all that are there go into results/policies_sim.json and docs/policies.png.
+Run: ``python -m benchmarks.policies`` (380 runs, about a quarter of an hour on one core; ``--part NAME`` for one). Each part
+leaves its runs in ``results/policies/``; all that are there go into results/policies_sim.json and docs/policies.png.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from benchmarks.workloads import CONSTANTS, Workload, build
 from sglang_lora_tree.radix.identity import adapter_identity
 
 WORKLOADS = ("mooncake", "azure", "sgd")
-MAIN = ("lru", "eval", "reuse+")
+MAIN = ("lru", "rrip", "eval", "reuse+")
 """A plus: requests touch what they will use when they arrive (``look_ahead``), as SGLang has it for its lru."""
 ALL = (
     "lru", "lru+", "lfu", "slru", "gdsf", "rrip", "hawkeye", "halp", "branch",
-    "eval", "eval+", "eval_without_cost", "eval_without_lora", "eval_without_recency", "eval_without_visit", "eval_per_slot",
+    "eval", "eval+", "eval_without_cost", "eval_without_lora", "eval_without_recency", "eval_without_visit",
+    "eval_per_slot", "eval_per_slot+",
     "reuse", "reuse+", "oracle",
 )  # fmt: skip
 RUNS = results.RESULTS / "policies"
@@ -100,6 +101,7 @@ def _summary(outcome: Outcome) -> dict[str, float]:
         "adapter_reads": outcome.adapter_reads,
         "loaded_gb": outcome.loaded_bytes / 1e9,
         "near_low_lora": statistics.fmean(outcome.near_low_lora) if outcome.near_low_lora else 0.0,
+        "above_low_lora": statistics.fmean(outcome.above_low_lora) if outcome.above_low_lora else 0.0,
     }
 
 

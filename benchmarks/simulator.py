@@ -50,6 +50,9 @@ class Outcome:
     adapter_reads: int = 0
     loaded_bytes: int = 0
     near_low_lora: list[bool] = field(default_factory=list)
+    """At each plan: whether there were Low_lora adapters on the GPU, within 5 %."""
+    above_low_lora: list[bool] = field(default_factory=list)
+    """At each plan: whether there were more."""
 
     @property
     def mean_ttft(self) -> float:
@@ -90,7 +93,7 @@ class Simulator:
     Args:
         policy: a name in ``POLICIES`` or one of SGLang's, or what makes a policy.
         pool_slots, host_slots: sizes of both pools.
-        parameters: changes to the plans' parameters (tau, lora_term, ...).
+        parameters: changes to the plans' parameters (tau, lora_term, ...), which are those of ``Settings``.
         plan_period: seconds between plans; None: there are none.
         look_ahead: whether a request touches what it will use when it arrives, and not only when it is admitted.
     """
@@ -359,4 +362,6 @@ class Simulator:
         wanted = low_lora(shares, batch)
         self.core.set_eval_parameters(EvalParameters(now=self.now, low_lora=wanted, **changes))
         if wanted:
-            self.outcome.near_low_lora.append(abs(self.state.resident_adapters / wanted - 1) <= 0.05)
+            share = self.state.resident_adapters / wanted
+            self.outcome.near_low_lora.append(abs(share - 1) <= 0.05)
+            self.outcome.above_low_lora.append(share > 1.05)

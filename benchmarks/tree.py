@@ -4,7 +4,9 @@ Three systems see the same calls in one process: SGLang's default tree (``Unifie
 (``LoraTreeCache``, adapters as resident LoRA nodes) and SGLang's python core. They take turns request by request in a
 rotating order, one thread, with the garbage collector at rest. Calls go through the cache, as the scheduler's do; slots
 come from a counter, so that the pool's allocator (the same for all) is not measured. Node counts are reached with other
-users' copies of the trace at 8 tokens a block; the timed requests have the trace's full length.
+users' copies of the trace at 8 tokens a block; the timed requests have the trace's full length. Records without a policy in
+their name are of lru, SGLang's default; those with one are of that policy, ours beside SGLang's, except for policies that only we
+have (``reuse``, our default, and ``eval``), which stand beside SGLang's lru.
 
 Run: ``python -m benchmarks.tree`` (``--quick`` for a look). Writes results/tree_cpu.json. Wall and CPU time are both
 taken; on a machine busier than its cores the CPU time is the number that is reported (each record says which).
@@ -19,6 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,8 @@ from benchmarks.tree_systems import DEFAULT, NUM_ADAPTERS, OURS, PYTHON, System
 FILL_BLOCK = 8
 SIZES = (1_000, 10_000, 100_000)
 POLICIES = ("lru", "lfu", "slru", "fifo", "mru", "filo", "priority")
+OUR_POLICIES = ("reuse", "eval")
+"""The default, and the other one that is for use; compared with SGLang's default tree under its lru."""
 
 
 class Workload:
@@ -113,6 +118,7 @@ def run_evictions(
     for turn in range(calls):
         for system in rotating(systems, turn):
             if system.name != PYTHON or turn % 10 == 0:
+                system.plan()  # ten a second, and evictions are not much more frequent
                 system.timed(kind, lambda s=system: evict(s))
         after()
 
@@ -200,6 +206,12 @@ class Report:
         self.add(f"walk_p99_ms/{size}", both, 0.99, "walk", limit="value <= 0.5")
         self.add(f"python_core_match_insert_p99_ms/{size}", both, 0.99, PYTHON)
 
+    def add_ours(self, size: int, policy: str) -> None:
+        """Requests and evictions under a policy of ours."""
+        for share, percentile, limit in ((0.5, "p50", None), (0.99, "p99", "ratio <= 1.0")):
+            self.add(f"match_insert_{percentile}_ms/{size}/{policy}", f"match_insert/{size}/{policy}", share, limit=limit)
+        self.add_evictions(size, policy)
+
     def add_evictions(self, size: int, policy: str) -> None:
         scope = f"{size}" if policy == "lru" else f"{size}/{policy}"
         for title, kind in (("evict", "evict"), ("evict_for_alloc", "alloc"), ("evict_host", "evict_host")):
@@ -240,6 +252,56 @@ def measure_policy(report: Report, trace: list[Request], size: int, policy: str,
     report.take(systems, f"{size}/{policy}")
 
 
+def measure_ours(report: Report, trace: list[Request], size: int, policies: Sequence[str], window: int, calls: int) -> None:
+    """Policies of ours and SGLang's default tree, in turns."""
+    ours, default = [System(OURS, ours_policy=policy) for policy in policies], System(DEFAULT)
+    workload = Workload(trace, window)
+    fill([*ours, default], workload, size)
+    with quiet_collector():
+        run_requests([*ours, default], workload)
+        evict_all_ways([*ours, default], workload, size, calls)
+    for system in ours:
+        report.take([system, default], f"{size}/{system.ours_policy}")
+        if system.ours_policy == "eval":
+            report.records += agreement(system, size)
+    del workload
+    on_host, default = [System(OURS, ours_policy=policy) for policy in policies], System(DEFAULT)
+    workload = Workload(trace, 0)
+    fill_host([*on_host, default], workload, size)
+    with quiet_collector():
+        evict_host_all_ways([*on_host, default], workload, size, calls)
+    for system in on_host:
+        report.take([system, default], f"{size}/{system.ours_policy}")
+
+
+def agreement(system: System, size: int) -> Iterator[dict[str, Any]]:
+    """How often the victims of an index are those of the exact order: among the lowest tenth of the leaves, and one by one.
+
+    Twice: as it is, and with a tau so long that all was used within it, where keys are at their worst.
+    """
+    core = system.cache.tree_core
+    usual, parameters = core.policy.candidates, core.retention.parameters
+    for suffix, tau in (("", parameters.tau), ("/long_tau", parameters.now)):
+        core.set_eval_parameters(replace(parameters, tau=tau))
+        leaves = list(core.evictable_device_leaves)
+        lowest = sorted(leaves, key=core._exact_value)[: max(1, len(leaves) // 10)]
+        wanted = set(map(id, lowest))
+        for candidates, title in ((1, "keys"), (usual, "index")):
+            core.policy.candidates = candidates
+            index = core._make_index()
+            for leaf in leaves:
+                index.add(leaf)
+            victims = [index.pop_lowest() for _ in lowest]
+            found = statistics.fmean(id(victim) in wanted for victim in victims)
+            in_place = statistics.fmean(victim is leaf for victim, leaf in zip(victims, lowest, strict=True))
+            note = f"{len(lowest)} of {len(leaves)} leaves, tau {tau:.0f} s; "
+            note += "keys decide" if candidates == 1 else f"exact values decide among the {candidates} of lowest keys"
+            unit = "share of the lowest tenth"
+            yield results.record(f"eval_{title}_agreement/{size}{suffix}", found, unit, note=note)
+            yield results.record(f"eval_{title}_agreement_in_place/{size}{suffix}", in_place, unit, note=note)
+        core.policy.candidates = usual
+
+
 def measure_memory(report: Report, trace: list[Request], size: int) -> None:
     """Resident bytes a node, keys and slot numbers (8 bytes a token each) included, and what a tree adds to one full
     garbage collection. To be called first, while the process has no freed memory to use again."""
@@ -274,13 +336,15 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     parser.add_argument("--trace", type=Path, help="Mooncake conversation trace, .jsonl.gz")
     parser.add_argument("--sizes", type=int, nargs="*", default=list(SIZES), help="nodes; none: policies alone")
     parser.add_argument("--policies", nargs="*", default=list(POLICIES[1:]), help="besides lru, at the largest size")
+    parser.add_argument("--ours", nargs="*", default=list(OUR_POLICIES), help="policies of ours, at each of --ours-sizes")
+    parser.add_argument("--ours-sizes", type=int, nargs="*", default=list(SIZES), help="nodes")
     parser.add_argument("--window", type=int, default=1_000, help="timed requests per repetition")
     parser.add_argument("--calls", type=int, default=200, help="timed evictions of each kind per repetition")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="1,000 nodes once, for a look; writes nothing")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.sizes, options.policies, options.repetitions = [1_000], [], 1
+        options.sizes, options.policies, options.ours_sizes, options.repetitions = [1_000], [], [1_000], 1
         options.window, options.calls = min(options.window, 100), min(options.calls, 20)
 
     torch.set_num_threads(1)
@@ -298,6 +362,12 @@ def main(arguments: Sequence[str] | None = None) -> Report:
         report.add_size(size)
         report.add_evictions(size, "lru")
     finish(report, options, path)
+    for size in options.ours_sizes if options.ours else ():
+        measure_ours(report, trace, size, options.ours, options.window, options.calls)
+        for policy in options.ours:
+            report.add_ours(size, policy)
+        print(f"{size} nodes, {', '.join(options.ours)}, load average {os.getloadavg()[0]:.1f}", flush=True)
+        finish(report, options, path)
     for policy in options.policies:
         measure_policy(report, trace, largest, policy, options.calls)
         measure_host(report, trace, largest, policy, options.calls)
@@ -315,8 +385,7 @@ def finish(report: Report, options: argparse.Namespace, path: Path | None) -> No
         if path is None and made_up not in entry["note"]:
             entry["note"] = f"{entry['note']}; {made_up}".lstrip("; ")
     if not options.quick:
-        save = results.write if options.sizes else results.merge
-        save("tree", "cpu", report.records)
+        results.merge("tree", "cpu", report.records)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,19 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_lora_tree.radix import cache_hooks
+from sglang_lora_tree.radix.eval import EvalParameters
 from sglang_lora_tree.radix.identity import adapter_identity, namespace_key
 from sglang_lora_tree.radix.lora_component_hooks import LoraFullComponent
+from sglang_lora_tree.radix.policies import POLICIES, RetentionState
 from sglang_lora_tree.radix.tree_core_hooks import TREE_CORE_NAME
 
 OURS, DEFAULT, PYTHON = "lora_tree", "rust", "python"
 NUM_ADAPTERS = 100
 ADAPTER_SLOTS = 640  # Llama-3-8B, rank 16, all linear layers
+BYTES_PER_SLOT = 131_072  # Llama-3-8B
+POOL_SLOTS = 40_000_000  # room for all
+LOW_LORA = 30.0  # adapters that a batch needs
+REQUESTS_PER_PLAN = 2  # 20 requests a second, a plan each tenth
 
 IDENTITIES = [adapter_identity(f"{number:064x}") for number in range(NUM_ADAPTERS)]
 NAMESPACES = [namespace_key(identity, None) for identity in IDENTITIES]
@@ -67,11 +73,19 @@ class HollowValue:
 
 
 class System:
-    """One tree under test, and the times it took: kind of call -> list of (wall, cpu) in seconds."""
+    """One tree under test, and the times it took: kind of call -> list of (wall, cpu) in seconds.
 
-    def __init__(self, name: str, policy: str = "lru", hollow: bool = False) -> None:
+    Args:
+        policy: one of SGLang's.
+        ours_policy: one of ours instead (``radix.policies.POLICIES``).
+        hollow: without storage for slot numbers.
+    """
+
+    def __init__(self, name: str, policy: str = "lru", hollow: bool = False, ours_policy: str | None = None) -> None:
         self.name = name
         self.hollow = hollow
+        self.ours_policy = ours_policy
+        self._num_plans = self._num_calls = 0
         self.times: dict[str, list[tuple[float, float]]] = {}
         self.allocator = SlotCounter()
         ours = name == OURS
@@ -100,6 +114,22 @@ class System:
                 core._unevict_node_on_insert(lora_node.node, torch.arange(ADAPTER_SLOTS))
                 core.note_resident(lora_node)
                 self.cache.inc_lock_ref(lora_node.node.id)
+        if ours_policy is not None:
+            state = RetentionState(BYTES_PER_SLOT, POOL_SLOTS, resident_adapters=NUM_ADAPTERS)
+            self.cache.tree_core.set_policy(POLICIES[ours_policy](state), state)
+            self.plan()
+
+    def plan(self) -> None:
+        """A plan comes, a tenth of a second after the one before it; only policies of ours look at it."""
+        if self.ours_policy is not None:
+            self._num_plans += 1
+            parameters = EvalParameters(version=self._num_plans, now=self._num_plans / 10, low_lora=LOW_LORA)
+            self.cache.tree_core.set_eval_parameters(parameters)
+
+    def _note_request(self) -> None:
+        self._num_calls += 1
+        if self._num_calls % REQUESTS_PER_PLAN == 0:
+            self.plan()
 
     @property
     def num_nodes(self) -> int:
@@ -114,6 +144,7 @@ class System:
 
     def serve(self, tokens: Any, adapter: int, priority: int = 0) -> None:
         """What a request does: match, lock, insert, unlock."""
+        self._note_request()
         cache, namespace = self.cache, NAMESPACES[adapter]
         match = MatchPrefixParams(key=RadixKey(tokens, namespace))
         found = self.timed("match", lambda: cache.match_prefix(match))
@@ -125,9 +156,11 @@ class System:
         self.times.setdefault("match_insert", []).append((sum(next(both)), sum(next(both))))
 
     def fill(self, tokens: Any, adapter: int, priority: int = 0) -> None:
+        self._note_request()
         self.cache.insert(self._insertion(tokens, adapter, priority, 0))
 
     def fill_host(self, tokens: Any, adapter: int) -> None:
+        self._note_request()
         core, key = self.cache.tree_core, RadixKey(tokens, NAMESPACES[adapter])
         core.insert_host(core.root_node_handle(key.extra_key), key, torch.arange(len(tokens)), [""] * len(tokens))
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_lora_tree.config import LORA_TERMS
+from sglang_lora_tree.config import LORA_TERMS, Settings
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,20 @@ class EvalParameters:
     """Of the plan; larger is newer."""
     now: float = 0.0
     """Seconds on the entry rank's clock when the plan was made. Any origin; never falls."""
-    tau: float = 60.0
+    tau: float = Settings.eval_tau_seconds
     """Seconds: the unit of t in Eq. 5."""
     low_lora: float = 0.0
     """Adapters that should be resident (Eq. 3); 0: not known, no LoRA term."""
-    lora_term: str = "protect"
+    lora_term: str = Settings.eval_lora_term
     """What Eq. 4 does at swap-out. literal: an adapter's score is multiplied by min(1, (resident - 1) / Low_lora), KV's by
     min(1, resident / Low_lora). protect: adapters keep their score and KV's is multiplied, so KV leaves first while adapters
     are short. off: no term."""
-    visit_window: float = 300.0
+    visit_window: float = Settings.eval_visit_window_seconds
     """Seconds after which a visit counts 1/e in visit probabilities."""
     usage: dict[str, float] = field(default_factory=dict)
     """Identity of an adapter (``identity.adapter_identity``) -> probability that a request uses it (prob_i of Eq. 3)."""
-    host_to_device_bytes_per_s: float = 33e9
+    host_to_device_bytes_per_s: float = 49.7e9
+    """This and the next two: of an H200 (benchmarks/results/swap_in_h200.json), until a plan has what was measured here."""
     disk_bytes_per_s: float = 1.5e9
     prefill_tokens_per_s: float = 40e3
     """What it costs to compute KV again of which no copy is left."""

@@ -70,7 +70,6 @@ class PlainComponent(FullComponent):
         for node in self._offered:  # the cache may have declined some
             self.tree_core.evictable_device_leaves.refresh(node)
         self._offered = []
-        self.tree_core.evictable_device_leaves.end_round()
 
     def drive_host_eviction(
         self,
@@ -85,7 +84,6 @@ class PlainComponent(FullComponent):
             if node is None:
                 break
             self.tree_core._evict_host_leaf(node, tracker, device_frees, host_frees, cache_actions=cache_actions)
-        self.tree_core.evictable_host_leaves.end_round()
 
     # One tensor of slots instead of one per victim: a pool takes as long for one slot as for hundreds.
 

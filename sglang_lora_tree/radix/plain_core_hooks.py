@@ -53,7 +53,7 @@ class PlainTreeCore(UnifiedTreeCore):
         assert tuple(components) == (BASE_COMPONENT_TYPE,), f"a plain KV pool has one component, got {tuple(components)}"
         assert not params.enable_session_radix_cache, "--enable-session-radix-cache needs SGLang's own core"
         name = params.eviction_policy.lower()
-        self.policy: RetentionPolicy = Stock(name, get_eviction_strategy(name, params.eviction_policy_config))
+        self.policy: RetentionPolicy = Stock(get_eviction_strategy(name, params.eviction_policy_config))
         self.retention = RetentionState()
         super().__init__(params, components)
 
@@ -103,11 +103,15 @@ class PlainTreeCore(UnifiedTreeCore):
 
     def _make_index(self) -> LeafIndex | ClassIndex:
         policy = self.policy
+
+        def make_order() -> LeafIndex:
+            if policy.candidates:
+                return CandidateIndex(self._eviction_priority, self._refined_value, policy.candidates, policy.moment)
+            return LeafIndex(self._eviction_priority)
+
         if policy.classes:
-            return ClassIndex(self._eviction_priority, self._eviction_class, self._class_value)
-        if policy.candidates:
-            return CandidateIndex(self._eviction_priority, self._exact_value, policy.candidates)
-        return LeafIndex(self._eviction_priority)
+            return ClassIndex(make_order, self._eviction_class, self._class_value, policy.moment)
+        return make_order()
 
     # ---- Match ----
 
@@ -145,7 +149,6 @@ class PlainTreeCore(UnifiedTreeCore):
         now = float(get_and_increase_time_counter())
         retention = self.retention
         parameters, seconds, requests = retention.parameters, retention.seconds, retention.requests
-        may_fall = not self.policy.monotone
         above: UnifiedTreeNode | None = best
         while above is not None:
             above.last_access_time = now
@@ -154,9 +157,10 @@ class PlainTreeCore(UnifiedTreeCore):
             if parameters is not None:
                 usage.touch(seconds, parameters.visit_window)
             now -= _ROOT_PATH_STEP
-            if may_fall:
-                self._note_change(above)
             above = above.parent
+        # Of a path, only these can be leaves.
+        self.evictable_device_leaves.refresh(device)
+        self.evictable_host_leaves.refresh(best)
 
         return MatchResult(
             device_prefix_len=device_length,
@@ -260,9 +264,9 @@ class PlainTreeCore(UnifiedTreeCore):
         self._note_change(node)
 
     def _note_change(self, node: UnifiedTreeNode) -> None:
-        """File a leaf anew whose value may have fallen; under the monotone policies a touch only raises it."""
-        if not self.policy.monotone:
-            self.evictable_device_leaves.refresh(node)
+        """File a leaf anew at once: left until it comes up, thousands would, one after the other, for a single victim."""
+        self.evictable_device_leaves.refresh(node)
+        if not node.children:
             self.evictable_host_leaves.refresh(node)
 
     def _new_node(self, priority: int = 0) -> UnifiedTreeNode:
@@ -271,8 +275,9 @@ class PlainTreeCore(UnifiedTreeCore):
         return node
 
     def _inc_hit_count_and_check(self, node: UnifiedTreeNode) -> bool:
-        self.note_use(node)
-        return super()._inc_hit_count_and_check(node)
+        is_backup_due = super()._inc_hit_count_and_check(node)
+        self.note_use(node)  # the hit is counted: the leaf is filed by what it is worth now
+        return is_backup_due
 
     # ---- Leaves ----
 
@@ -323,7 +328,6 @@ class PlainTreeCore(UnifiedTreeCore):
                 evict(node, tracker, result.device_frees, result.host_frees, cache_actions=result.cache_actions)
         finally:
             result.unbacked_tokens = self._finish_tracking_unbacked_tokens()
-            leaves.end_round()
         return result
 
     def _delete_unbacked_device_leaf(
@@ -397,8 +401,12 @@ class PlainTreeCore(UnifiedTreeCore):
         return self.policy.static_key(node)
 
     def _exact_value(self, node: UnifiedTreeNode) -> float:
-        """What decides among the lowest."""
+        """What a leaf is worth."""
         return self.policy.exact(node)
+
+    def _refined_value(self, node: UnifiedTreeNode, key: Any) -> float:
+        """What decides among the lowest (of a class)."""
+        return self.policy.refine(node, key)
 
     def _eviction_class(self, node: UnifiedTreeNode) -> Any:
         """Which of the policy's classes a leaf is in."""

@@ -49,6 +49,8 @@ class ReuseTable:
         self._decay = math.exp(-refresh / memory)
         self._events = 0
         self.values: list[list[float]] = []
+        self.version = 0
+        """How often they have been worked out."""
         self._work = self._work_out()
         """Works new values out, a little at every event: all at once it would hold the loop up for more than a millisecond."""
         self._finish_work()
@@ -94,6 +96,7 @@ class ReuseTable:
             values.append(list(gittins(rates, _WIDTHS))[::-1])
             yield
         self.values = values
+        self.version += 1
         for counts in (*self._uses, *self._ends):
             yield
             counts[:] = [count * self._decay for count in counts]

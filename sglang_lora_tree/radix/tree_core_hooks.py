@@ -26,7 +26,6 @@ from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE, C
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
 from sglang_lora_tree.radix.identity import BASE_IDENTITY, identity_of
-from sglang_lora_tree.radix.leaf_index import CandidateIndex
 from sglang_lora_tree.radix.lora_component_hooks import LoraFullComponent
 from sglang_lora_tree.radix.lora_node_hooks import LoraNode, ResidencyListener
 from sglang_lora_tree.radix.plain_core_hooks import PlainTreeCore
@@ -171,8 +170,6 @@ class LoraTreeCore(PlainTreeCore):
             del self.resident_mixes[lora_node.identity]
         else:
             self.retention.resident_adapters -= 1
-            if isinstance(self.evictable_device_leaves, CandidateIndex):
-                self.evictable_device_leaves.revalue()
         self.listener.on_evicted(lora_node)
 
     def least_valuable(self, identities: Iterable[str]) -> LoraNode | None:
@@ -335,6 +332,10 @@ class LoraTreeCore(PlainTreeCore):
 
     def _exact_value(self, node: UnifiedTreeNode) -> float:
         return super()._exact_value(node) - (0.0 if self._is_registered(node) else _UNREGISTERED)
+
+    def _refined_value(self, node: UnifiedTreeNode, key: Any) -> float:
+        value = super()._refined_value(node, key)
+        return value if self.policy.classes or self._is_registered(node) else value - _UNREGISTERED
 
     def _eviction_class(self, node: UnifiedTreeNode) -> Any:
         return super()._eviction_class(node) if self._is_registered(node) else _UNREGISTERED

@@ -16,6 +16,10 @@ def test_quick_run_compares_with_the_default_tree(capsys: pytest.CaptureFixture[
     for metric in ("match_insert_p99_ms/1000", "evict_vs_default/1000", "evict_host_vs_default/1000"):
         assert "Rust" in entries[metric]["baseline"]["name"]
         assert entries[metric]["value"] > 0 and entries[metric]["ratio"] > 0
+    for policy in tree.OUR_POLICIES:
+        for metric in ("match_insert_p99_ms", "evict_vs_default", "evict_host_vs_default"):
+            assert entries[f"{metric}/1000/{policy}"]["ratio"] > 0
+    assert entries["eval_keys_agreement/1000"]["value"] <= entries["eval_index_agreement/1000"]["value"] <= 1.0
     assert entries["walk_p99_ms/1000"]["limit"] == "value <= 0.5"
     assert "match_insert_p99_ms/1000" in capsys.readouterr().out
 

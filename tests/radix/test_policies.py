@@ -6,6 +6,7 @@ import itertools
 import random
 from array import array
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from sglang_lora_tree.radix.cache_hooks import install_policy
 from sglang_lora_tree.radix.eval import EvalParameters
 from sglang_lora_tree.radix.leaf_index import CandidateIndex, ClassIndex, LeafIndex
 from sglang_lora_tree.radix.policies import DEFAULT_POLICY, POLICIES, RetentionState, Usage
-from sglang_lora_tree.radix.policies.classic import Rrip
+from sglang_lora_tree.radix.policies.classic import Branch, Gdsf, Rrip
 from sglang_lora_tree.radix.policies.eval_policy import Eval
+from sglang_lora_tree.radix.policies.learned import Halp, Hawkeye
 from sglang_lora_tree.radix.policies.reuse_policy import Reuse
 from sglang_lora_tree.radix.reuse import ReuseTable, bucket_of, gittins
 from tests.radix.tree import Tree, write_adapter
@@ -45,11 +47,12 @@ class Node:
 
 
 def make_index(policy: Any) -> Any:
-    if policy.classes:
-        return ClassIndex(policy.static_key, policy.class_of, policy.value)
-    if policy.candidates:
-        return CandidateIndex(policy.static_key, policy.exact, policy.candidates)
-    return LeafIndex(policy.static_key)
+    def make_order() -> LeafIndex:
+        if policy.candidates:
+            return CandidateIndex(policy.static_key, policy.refine, policy.candidates, policy.moment)
+        return LeafIndex(policy.static_key)
+
+    return ClassIndex(make_order, policy.class_of, policy.value, policy.moment) if policy.classes else make_order()
 
 
 def use(policy: Any, node: Node, tick: int) -> None:
@@ -64,7 +67,7 @@ def use(policy: Any, node: Node, tick: int) -> None:
     node.last_access_time = float(tick)
 
 
-def random_nodes(policy: Any, count: int, seed: int, spread: float = 600.0) -> list[Node]:
+def random_nodes(policy: Any, count: int, seed: int, spread: float = 600.0, tau: float = 60.0) -> list[Node]:
     """Nodes used at random times, up to 30 s before now."""
     rng = random.Random(seed)
     nodes = [Node(slots=rng.randint(1, 300)) for _ in range(count)]
@@ -72,9 +75,9 @@ def random_nodes(policy: Any, count: int, seed: int, spread: float = 600.0) -> l
         node.usage.is_adapter = rng.random() < 0.1
     times = sorted(rng.uniform(0, spread) for _ in range(3 * count))
     for tick, (moment, node) in enumerate(zip(times, nodes + rng.choices(nodes, k=2 * count), strict=True)):
-        policy.state.set_parameters(EvalParameters(now=moment, low_lora=20.0))
+        policy.state.set_parameters(EvalParameters(now=moment, tau=tau, low_lora=20.0))
         use(policy, node, tick)
-    policy.state.set_parameters(EvalParameters(now=spread, low_lora=20.0))
+    policy.state.set_parameters(EvalParameters(now=spread, tau=tau, low_lora=20.0))
     policy.state.resident_adapters = 12
     policy.on_parameters(policy.state.parameters)
     return nodes
@@ -87,7 +90,7 @@ def random_nodes(policy: Any, count: int, seed: int, spread: float = 600.0) -> l
 def test_candidates_among_the_lowest_leave_by_exact_value(values: list[tuple[int, int]], count: int):
     """With as many candidates as leaves the order is the exact one, whatever the keys say."""
     leaves = [Node(slots=key + 1, last_access_time=key + change) for key, change in values]
-    index = CandidateIndex(lambda leaf: leaf.slots, lambda leaf: leaf.last_access_time, count)
+    index = CandidateIndex(lambda leaf: leaf.slots, lambda leaf, key: leaf.last_access_time, count, lambda: None)
     for leaf in leaves:
         index.add(leaf)
     left = []
@@ -99,14 +102,29 @@ def test_candidates_among_the_lowest_leave_by_exact_value(values: list[tuple[int
         assert left == sorted(left)
 
 
-def test_candidates_left_over_are_not_lost_between_rounds():
-    index = CandidateIndex(lambda leaf: leaf.slots, lambda leaf: -leaf.slots, 4)
+def test_exact_values_are_worked_out_again_when_the_moment_is_another():
+    sign = 1
+    index = CandidateIndex(lambda leaf: leaf.slots, lambda leaf, key: sign * key, 4, lambda: sign)
     leaves = [Node(slots=number) for number in range(1, 7)]
     for leaf in leaves:
         index.add(leaf)
-    assert index.pop_lowest().slots == 4, "the least valuable of the four lowest"
-    index.end_round()
-    index.discard(leaves[3])
+    assert index.pop_lowest() is leaves[0]
+    sign = -1
+    assert index.pop_lowest() is leaves[4], "the least valuable of the four lowest"
+
+
+def test_candidates_that_were_declined_are_offered_again():
+    index = CandidateIndex(lambda leaf: leaf.slots, lambda leaf, key: -key, 4, lambda: None)
+    leaves = [Node(slots=number) for number in range(1, 7)]
+    for leaf in leaves:
+        index.add(leaf)
+    declined = index.pop_lowest()
+    assert declined.slots == 4, "the least valuable of the four lowest"
+    assert index.pop_lowest().slots == 5
+    index.refresh(declined)
+    assert index.pop_lowest() is declined
+    index.discard(declined)
+    index.refresh(leaves[4])
     rest = []
     while (leaf := index.pop_lowest()) is not None:
         index.discard(leaf)
@@ -120,9 +138,10 @@ def test_classes_give_the_lowest_of_all(members: list[tuple[int, int]], data: An
     weights = [1.0, 5.0, 0.5, 2.0]
     leaves = [Node(slots=number + 1, last_access_time=float(when)) for number, when in members]
     index = ClassIndex(
-        lambda leaf: leaf.last_access_time,
+        lambda: LeafIndex(lambda leaf: leaf.last_access_time),
         lambda leaf: leaf.slots,
         lambda known, leaf: weights[known - 1] * (1 + leaf.last_access_time),
+        lambda: None,
     )
     for leaf in leaves:
         index.add(leaf)
@@ -216,6 +235,107 @@ def test_rrip_is_rrip(uses: list[int]):
             use(policy, nodes[name], tick)
             index.refresh(nodes[name])
         touched[name] = tick
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=200))
+def test_gdsf_is_greedy_dual(steps: list[tuple[int, bool]]):
+    """Against Cherkasova's description: H = L + uses x cost / size at every use; the lowest H leaves, and becomes L."""
+    policy = Gdsf(RetentionState(bytes_per_slot=1_000_000))
+    index = make_index(policy)
+    defaults = EvalParameters()
+    nodes = [Node(slots=1 + 37 * name % 50, backuped=name % 3 == 0) for name in range(10)]
+    for name, node in enumerate(nodes):
+        node.usage.is_adapter = name % 2 == 0
+    heights: dict[int, float] = {}
+    touched: dict[int, int] = {}
+    inflation = 0.0
+    for tick, (name, is_use) in enumerate(steps):
+        if is_use:
+            node = nodes[name]
+            copy = len(node.key) * 1_000_000 / defaults.host_to_device_bytes_per_s
+            cost = copy
+            if not node.backuped:
+                is_adapter = node.usage.is_adapter
+                disk = len(node.key) * 1_000_000 / defaults.disk_bytes_per_s
+                cost = copy + disk if is_adapter else len(node.key) / defaults.prefill_tokens_per_s
+            use(policy, node, tick)
+            heights[name], touched[name] = inflation + node.usage.uses * cost / len(node.key), tick
+            index.discard(node)
+            index.add(node)
+        elif heights:
+            wanted = min(heights, key=lambda other: (heights[other], touched[other]))
+            victim = index.pop_lowest()
+            policy.on_evict(victim)
+            index.discard(victim)
+            assert victim is nodes[wanted]
+            inflation = heights.pop(wanted)
+
+
+def test_branch_takes_the_least_recently_used_branch_whole():
+    policy = Branch(RetentionState())
+    index = make_index(policy)
+    tops = [SimpleNamespace(node=Node(last_access_time=when)) for when in (30.0, 10.0, 20.0)]
+    leaves = [
+        Node(last_access_time=when, lora_node=None if branch is None else tops[branch])
+        for branch, when in ((0, 1.0), (1, 9.0), (2, 3.0), (1, 8.0), (2, 15.0), (0, 29.0), (None, 12.0), (None, 25.0))
+    ]
+    for leaf in leaves:
+        index.add(leaf)
+    order = [leaves.index(index.pop_lowest()) for _ in leaves]
+    assert order == [3, 1, 6, 2, 4, 7, 0, 5], "branches by their own last use, leaves within by theirs; base KV by its own"
+
+
+def test_hawkeye_keeps_the_kind_that_beladys_rule_would_hit():
+    """Small nodes come back within what the cache holds, large ones in turn, ten times what it holds."""
+    policy = Hawkeye(RetentionState(pool_slots=100))
+    small, large = [Node(slots=8) for _ in range(4)], [Node(slots=60) for _ in range(20)]
+    index = make_index(policy)
+    order = []
+    for tick in range(4_000):
+        node = small[tick // 2 % 4] if tick % 2 else large[tick // 2 % 20]
+        use(policy, node, tick)
+        order.append(node)
+    for node in [*large, *small]:
+        index.add(node)
+    last = {node: place for place, node in enumerate(order)}
+    victims = [index.pop_lowest() for _ in range(24)]
+    assert victims == [*sorted(large, key=last.__getitem__), *sorted(small, key=last.__getitem__)]
+    assert last[victims[19]] > last[victims[20]], "not simply the least recently used"
+
+
+def test_hawkeye_believes_less_in_a_kind_that_had_to_go():
+    policy = Hawkeye(RetentionState(pool_slots=100))
+    node = Node()
+    assert policy.static_key(node)[0], "nothing is known against it"
+    policy.on_evict(node)
+    assert not policy.static_key(node)[0]
+
+
+def test_halp_learns_which_of_the_oldest_is_wanted_back():
+    """Before it knows anything, the oldest leaves; what has many uses comes back here, and then stays, among the oldest four."""
+
+    def candidates(policy: Halp) -> tuple[Any, list[Node]]:
+        index, state = make_index(policy), policy.state
+        nodes = [Node(slots=10, last_access_time=float(place)) for place in range(6)]
+        for place, node in enumerate(nodes):
+            node.usage.uses, node.usage.last_request = (9, 1, 9, 9, 1, 1)[place], state.requests - 50 + place
+            index.add(node)
+        return index, nodes
+
+    policy = Halp(RetentionState())
+    policy.state.requests = 100
+    index, nodes = candidates(policy)
+    assert [index.pop_lowest() for _ in range(6)] == nodes
+    for _ in range(400):
+        policy.state.requests += 10
+        once, often = Node(slots=10), Node(slots=10)
+        for node, uses in ((once, 1), (often, 9)):
+            node.usage.uses, node.usage.last_request = uses, policy.state.requests - 20
+            policy.on_evict(node)
+        policy.on_use(often)
+    index, nodes = candidates(policy)
+    assert index.pop_lowest() is nodes[1], "the only one of the oldest four that was used once"
+    assert index.pop_lowest() is nodes[4], "now the fourth of the oldest"
 
 
 def test_gittins_of_a_steady_rate_is_the_rate():

@@ -75,6 +75,8 @@ class RetentionState:
     """When that came, on the clock that the ranks share; 0 before the first."""
     window: float = 1.0
     """Its visit window."""
+    plans: int = 0
+    """How often a plan came or went."""
     requests: int = 0
     """Requests whose KV came to the tree."""
     resident_adapters: int = 0
@@ -82,6 +84,7 @@ class RetentionState:
     def set_parameters(self, parameters: EvalParameters | None, now: float | None = None) -> None:
         """A plan has come at this time (None: when it was made), or there is none any more."""
         self.parameters = parameters
+        self.plans += 1
         if parameters is None:
             self.seconds, self.window = 0.0, 1.0
         else:
@@ -106,18 +109,22 @@ _DEFAULTS = EvalParameters()
 class RetentionPolicy(Protocol):
     """An order in which leaves leave."""
 
-    monotone: bool
-    """Whether a use of a node, or a look for it, can only raise its key."""
     candidates: int
-    """How many leaves of the lowest keys are compared by :meth:`exact`; 0: keys decide."""
+    """How many leaves of the lowest keys (of each class) are compared by :meth:`refine`; 0: keys decide."""
     classes: bool
     """Whether leaves are kept by :meth:`class_of`, and :meth:`value` says which class gives the next victim."""
 
     def static_key(self, node: Node) -> Any:
-        """Lower leaves first. Between uses of the node and calls of :meth:`on_parameters` it may only grow."""
+        """Lower leaves first. It should change when the node is used or touched only, and by :meth:`on_parameters`."""
 
     def exact(self, node: Node) -> float:
         """The value that the key stands for, at this moment; lower leaves first."""
+
+    def refine(self, node: Node, key: Any) -> float:
+        """As :meth:`exact`, given the node's key, but for what all nodes of its class share."""
+
+    def moment(self) -> Any:
+        """While this stays the same, so do :meth:`refine` and :meth:`value` of nodes that nobody uses or touches."""
 
     def class_of(self, node: Node) -> Any:
         """Keys order the leaves of one class only."""
@@ -141,7 +148,6 @@ class RetentionPolicy(Protocol):
 class Policy:
     """A policy that remembers nothing, to start from."""
 
-    monotone = True
     candidates = 0
     classes = False
 
@@ -153,6 +159,12 @@ class Policy:
 
     def exact(self, node: Node) -> float:
         raise AssertionError(f"{type(self).__name__} decides by its keys")
+
+    def refine(self, node: Node, key: Any) -> float:
+        return self.exact(node)
+
+    def moment(self) -> Any:
+        return None
 
     def class_of(self, node: Node) -> Any:
         raise AssertionError(f"{type(self).__name__} has no classes")

@@ -10,12 +10,8 @@ from sglang_lora_tree.radix.policies.base import Node, Policy, RetentionState
 class Stock(Policy):
     """One of SGLang's own (seam: ``sglang.srt.mem_cache.evict_policy``)."""
 
-    # Those whose value of a leaf only grows while it stays a leaf.
-    _MONOTONE = frozenset({"lru", "lfu", "fifo", "filo", "priority", "slru"})
-
-    def __init__(self, name: str, strategy: Any) -> None:
+    def __init__(self, strategy: Any) -> None:
         super().__init__(RetentionState())
-        self.monotone = name in self._MONOTONE
         self.static_key = strategy.get_priority  # type: ignore[method-assign]
 
 

@@ -17,7 +17,6 @@ class Hawkeye(Policy):
     kept in steps of 8 requests; the whole cache is one set; sizes count in slots.
     """
 
-    monotone = False
     _STEP = 8
     _STEPS = 512
     _MOST = 7
@@ -76,6 +75,7 @@ class Halp(Policy):
     def __init__(self, state: RetentionState) -> None:
         super().__init__(state)
         self._weights = np.array([-1.0, 0.0, 0.0, 0.0])
+        self._lessons = 0
         self._seen: dict[int, np.ndarray] = {}
         """Node id of a victim -> what it looked like then; oldest first."""
         self._rivals: dict[int, int] = {}
@@ -83,6 +83,9 @@ class Halp(Policy):
 
     def exact(self, node: Node) -> float:
         return float(self._weights @ self._features(node))
+
+    def moment(self) -> Any:
+        return self.state.requests, self._lessons
 
     def _features(self, node: Node) -> np.ndarray:
         usage = node.usage
@@ -106,3 +109,4 @@ class Halp(Policy):
         difference = winner - loser
         error = 1.0 / (1.0 + math.exp(min(float(self._weights @ difference), 50.0)))
         self._weights = self._weights + self._RATE * error * difference
+        self._lessons += 1

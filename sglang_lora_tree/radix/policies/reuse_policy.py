@@ -16,7 +16,6 @@ class Reuse(Policy):
     and counts so. Needs no plan.
     """
 
-    monotone = False
     classes = True
     _USES = (0, 1, 1, 2, 3, 3)  # number of uses -> class; more: 4
 
@@ -42,6 +41,9 @@ class Reuse(Policy):
         if not lowest.usage.is_adapter and (lowest.evicted or not lowest.backuped):
             cost *= self._delayed
         return cost * self._table.value(known[0], self.state.requests - lowest.usage.last_look)
+
+    def moment(self) -> Any:
+        return self.state.requests, self.state.plans, self._table.version
 
     def on_use(self, node: Node) -> None:
         usage = node.usage
