@@ -93,6 +93,10 @@ class Settings:
     """Hold every copy of an adapter to the GPU back by this many loop steps, its rows full of NaN until then (for tests)."""
 
     def __post_init__(self) -> None:
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if isinstance(each.default, bool) and not isinstance(value, bool):
+                raise ValueError(f"--lora-tree: {each.name} = {value!r}: give true or false")
         for field, least in (
             ("max_members", 1),
             ("max_rank", 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -75,3 +76,11 @@ def test_they_travel_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_value_out_of_range_is_named(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^--lora-tree: {name} = .*: give "):
         parse_settings({name: value})
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Settings) if isinstance(field.default, bool)])
+def test_a_switch_is_true_or_false(name: str) -> None:
+    """The text "no" would be taken for true."""
+    with pytest.raises(ValueError, match=f"{name} = 'no': give true or false"):
+        parse_settings({name: "no"})
+    assert getattr(parse_settings({name: False}), name) is False
