@@ -66,6 +66,11 @@ CONFIGURATIONS = {
     "embedded": Configuration(("--lora-tree", "--enable-metrics"), embedded=True, command=SERVE),
     # The same, exact.
     "float32": Configuration(("--lora-tree", "--dtype", "float32"), embedded=True),
+    # And where little fits.
+    "embedded_small": Configuration(
+        ("--dtype", "float32", "--chunked-prefill-size", "32", "--lora-tree", json.dumps(_TESTED), "--max-total-tokens", "1200"),
+        embedded=True,
+    ),
 }
 
 

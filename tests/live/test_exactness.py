@@ -106,7 +106,7 @@ def test_extra_key_cannot_name_another_adapters_kv(live: Live) -> None:
     live.judge.check(prompt, again, {other: 1.0}, NUM_NEW)
 
 
-@on("small", "tp2")
+@on("small", "tp2", "embedded_small")
 def test_after_everything_was_swapped_out(live: Live) -> None:
     """Base prompts fill the pool, adapters and KV go to host memory or are dropped, and come back exact."""
     cases = make_cases(live, 12, 15, seed=6)
@@ -121,7 +121,7 @@ def test_after_everything_was_swapped_out(live: Live) -> None:
     ask(live, cases)
 
 
-@on("small", "tp2")
+@on("small", "tp2", "embedded_small")
 def test_chunked_prefill(live: Live) -> None:
     """Prompts of many chunks, several mixes at once, the second time mostly from history KV."""
     names = sorted(live.adapters)
