@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -146,7 +147,15 @@ def start_side_by_side(servers: Iterable[ServerProcess], stack: ExitStack) -> No
 
 
 def free_port() -> int:
-    """A port that nothing listens on; SGLang takes a few above it too."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nothing listens on; SGLang takes a few above it too.
+
+    Below those that Linux gives to connections: one of them would come and take it before the server does.
+    """
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port

@@ -210,14 +210,14 @@ def test_overload_fairness_and_priorities(llama: Path, five: dict[str, Path], sm
         clients = Clients(server)
         clients.warm_up(many, few)
         # Priorities: one that comes last, and is served before most of those that wait.
-        low = [pool.submit(clients.ask, "low", many, 24, seed) for seed in range(8)]
+        low = [pool.submit(clients.ask, "low", many, 48, seed) for seed in range(8)]
         time.sleep(0.3)
         high = pool.submit(clients.ask, "high", many, 24, 100, priority=5)
         assert [future.result().status_code for future in (*low, high)] == [200] * 9
         assert clients.places("high")[0] <= 5, clients.finished
         # Fairness: three that come after twelve of another adapter.
         clients.finished.clear()
-        crowd = [pool.submit(clients.ask, "many", many, 16, seed) for seed in range(12)]
+        crowd = [pool.submit(clients.ask, "many", many, 24, seed) for seed in range(12)]
         time.sleep(0.3)
         guests = [pool.submit(clients.ask, "few", few, 16, 200 + seed) for seed in range(3)]
         assert {future.result().status_code for future in (*crowd, *guests)} == {200}

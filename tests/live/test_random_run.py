@@ -1,6 +1,6 @@
 """A long random run: everything at once, every answer compared with PEFT's, nothing left behind.
 
-LORA_TREE_LONG_RUN=3600 makes it an hour long; the seed is in the test's name.
+LORA_TREE_LONG_RUN=3600 makes it an hour long and records it; the seed is in the test's name.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import requests
 import torch
 from safetensors.torch import load_file
 from sglang.srt.utils import MultiprocessingSerializer
+
+from benchmarks import results
 
 from .conftest import Live, on
 from .judge import Mix, random_prompts
@@ -166,6 +168,11 @@ def test_random_run(live: Live, others: dict[str, Path], seed: int) -> None:
     # Nothing is held, and whatever was loaded meanwhile is gone.
     assert set(live.server.tree()["registered"]) == set(live.adapters)
     wait_until(lambda: not locked_nodes(live), 30, lambda: f"left locked: {locked_nodes(live)}")
+    if "LORA_TREE_LONG_RUN" in os.environ:
+        done = ", ".join(f"{name} {count}" for name, count in sorted(run.counts.items()))
+        note = f"of all answers of {SECONDS:.0f} s at random, each compared with PEFT's; steps: {done}; seed {seed}"
+        record = results.record("random_run_wrong_answers", 0, "answers", limit="value <= 0", note=note)
+        results.merge("live", "cpu", [record])
 
 
 def locked_nodes(live: Live) -> list[dict[str, Any]]:
