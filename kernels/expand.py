@@ -119,34 +119,31 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     tokens = tl.load(order + tile * BLOCK_T + tl.arange(0, BLOCK_T))
     cells = tokens.to(tl.int64)[:, None] * y_stride + output_offset + d[None, :]
     mask = (tokens < num_tokens)[:, None] & d_mask[None, :]
-    if delta is not None:
-        total = _delta(
-            parts, b_rows, item_begin, item_end, m, chunk, inside, d_mask, part_stride, DTYPE, PARTS, MOST_CHUNKS, NUM, RANK_TILE,
-            BLOCK_T, BLOCK_R, BLOCK_D, ALIGNED, UPCAST,
-        )  # fmt: skip
-        tl.store(delta + cells, total, mask=mask)
-    else:
+    if delta is None:
         base = tl.load(y + cells, mask=mask, other=0.0)
+    total = _delta(
+        parts, b_rows, item_begin, item_end, m, chunk, inside, d_mask, part_stride, DTYPE, PARTS, MOST_CHUNKS, NUM, RANK_TILE,
+        BLOCK_T, BLOCK_R, BLOCK_D, ALIGNED, UPCAST,
+    )  # fmt: skip
+    if delta is not None:
+        tl.store(delta + cells, total, mask=mask)
+    elif ACTIVATE:
+        gate = add_and_round(base, total)
+        base = tl.load(y + cells + OUTPUT_OFFSETS[1], mask=mask, other=0.0)
         total = _delta(
-            parts, b_rows, item_begin, item_end, m, chunk, inside, d_mask, part_stride, DTYPE, PARTS, MOST_CHUNKS, NUM, RANK_TILE,
-            BLOCK_T, BLOCK_R, BLOCK_D, ALIGNED, UPCAST,
+            parts, b_rows, item_begin, item_end, m + 1, chunk, inside, d_mask, part_stride, DTYPE, PARTS, MOST_CHUNKS, NUM,
+            RANK_TILE, BLOCK_T, BLOCK_R, BLOCK_D, ALIGNED, UPCAST,
         )  # fmt: skip
+        halves = activated + tokens.to(tl.int64)[:, None] * OUTPUT_WIDTHS[0] + d[None, :]
+        tl.store(halves, activate(gate, add_and_round(base, total)), mask=mask)
+    else:
         finished = add_and_round(base, total)
-        if ACTIVATE:
-            base = tl.load(y + cells + OUTPUT_OFFSETS[1], mask=mask, other=0.0)
-            total = _delta(
-                parts, b_rows, item_begin, item_end, m + 1, chunk, inside, d_mask, part_stride, DTYPE, PARTS, MOST_CHUNKS, NUM,
-                RANK_TILE, BLOCK_T, BLOCK_R, BLOCK_D, ALIGNED, UPCAST,
-            )  # fmt: skip
-            halves = activated + tokens.to(tl.int64)[:, None] * OUTPUT_WIDTHS[0] + d[None, :]
-            tl.store(halves, activate(finished, add_and_round(base, total)), mask=mask)
-        else:
-            if HEAD:
-                if m < 2:
-                    position = tl.load(positions + tokens, mask=tokens < num_tokens, other=0)
-                    angles = cos_sin + position.to(tl.int64)[:, None] * cos_sin_stride + first_angle
-                    finished = rotate(finished, angles, angles + HEAD // 2, HEAD if HEAD < BLOCK_D else BLOCK_D)
-            tl.store(y + cells, finished, mask=mask)
+        if HEAD:
+            if m < 2:
+                position = tl.load(positions + tokens, mask=tokens < num_tokens, other=0)
+                angles = cos_sin + position.to(tl.int64)[:, None] * cos_sin_stride + first_angle
+                finished = rotate(finished, angles, angles + HEAD // 2, HEAD if HEAD < BLOCK_D else BLOCK_D)
+        tl.store(y + cells, finished, mask=mask)
 
 
 def expand(

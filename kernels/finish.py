@@ -66,7 +66,7 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
 def rotate_heads(y: torch.Tensor, delta: torch.Tensor | None, rotation: Rotation, rotated: int) -> None:
     """y += delta, then rotate the first `rotated` columns. See lora.add_and_rotate."""
     width, head = y.shape[1], rotation.head
-    block_t, block_d = (4, max(head, 128)) if y.shape[0] <= 64 else (16, max(head, 128))
+    block_t, block_d = 4 if y.shape[0] <= 64 else 16, max(head, 128)
     _rotate_kernel[(ceil_divide(width, block_d), ceil_divide(y.shape[0], block_t))](
         y, delta, rotation.positions, rotation.cos_sin, y.shape[0], y.stride(0), 0 if delta is None else delta.stride(0),
         rotation.cos_sin.stride(0), D=width, ROTATED=rotated, HEAD=head, BLOCK_T=block_t, BLOCK_D=block_d,
