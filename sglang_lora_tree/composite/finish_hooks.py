@@ -62,10 +62,11 @@ def can_activate(mlp: torch.nn.Module) -> bool:
 
     Not if a fused path of SGLang's takes the output.
     """
+    if type(mlp) not in (LlamaMLP, Qwen2MLP):
+        return False
     quant, dual = getattr(mlp, "activation_quant", None), getattr(mlp, "dual_gemm", None)
     return (
-        type(mlp) in (LlamaMLP, Qwen2MLP)
-        and type(mlp.act_fn) is SiluAndMul
+        type(mlp.act_fn) is SiluAndMul
         and not getattr(quant, "enabled", False)
         and getattr(dual, "mode", None) is None
     )
@@ -76,16 +77,12 @@ def can_rotate(attention: torch.nn.Module) -> bool:
 
     Known of Llama's and Qwen2's (Qwen3 has norms in between). All of a head must be rotated, half by half.
     """
-    kind = type(attention)
-    known = kind.forward is Qwen2Attention.forward or (
-        kind.forward is LlamaAttention.forward
-        and getattr(kind, "forward_prepare_native", None) is LlamaAttention.forward_prepare_native
-    )
-    rotary = getattr(attention, "rotary_emb", None)
-    row_width: int = getattr(attention, "kv_size", 0)
+    if type(attention) not in (LlamaAttention, Qwen2Attention):
+        return False
+    rotary: Any = attention.rotary_emb
+    row_width: Any = attention.kv_size
     return (
-        known
-        and isinstance(rotary, RotaryEmbedding)
+        isinstance(rotary, RotaryEmbedding)
         and type(rotary).forward is RotaryEmbedding.forward
         and type(rotary).forward_cuda is RotaryEmbedding.forward_cuda
         and rotary.is_neox_style
