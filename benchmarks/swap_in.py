@@ -169,7 +169,7 @@ class Process:
         """
         cache, residency = self.cache, self.residency
         controller = cache.cache_controller
-        moved, timed = cache.load_bytes, cache.load_seconds
+        moved, timed = cache.load_bytes, cache.moved_in.seconds
         room = cache.num_free_slots + cache.evictable_size()
         self._synchronize()
         start = time.perf_counter()
@@ -184,7 +184,7 @@ class Process:
         self._synchronize()
         cache.check_hicache_events()
         assert not loads, "a copy that is over is still in the queue"
-        seconds = cache.load_seconds - timed if has_clock else started
+        seconds = cache.moved_in.seconds - timed if has_clock else started
         return seconds, cache.load_bytes - moved, started
 
     def evict(self) -> None:

@@ -98,7 +98,7 @@ def take_summary(residency: Residency, audit: InvalidKvAudit) -> dict[str, Any]:
         "counters": {
             **dataclasses.asdict(residency.counters),
             "load_bytes": cache.load_bytes,
-            "load_seconds": cache.load_seconds,
+            "load_seconds": cache.moved_in.seconds,
             "last_resorts": cache.last_resorts,
         },
     }

@@ -68,7 +68,6 @@ class LoraTreeCache(UnifiedRadixCache):
         self._is_last_resort = False
         self.delay_loads = 0
         self.delayed_loads: list[tuple[int, Any]] = []
-        self.load_seconds = 0.0
         self.load_bytes = 0
         self.moved_in, self.moved_out = Moves(), Moves()
         self.evicted_adapter_slots = 0
@@ -290,7 +289,6 @@ class LoraTreeCache(UnifiedRadixCache):
             loaded = (self.tree_core.find(node_id) for node_id in ack.node_ids)
             adapter_slots = sum(len(node.node.key) for node in loaded if node is not None and not node.is_mix)
             self.load_bytes += ack.num_bytes
-            self.load_seconds += seconds
             self.moved_in.add(ack.num_tokens, adapter_slots, seconds)
 
     def update_eviction_metrics(self, num_evicted: int, start_time: float) -> None:

@@ -152,7 +152,7 @@ class Reporter:
             int(cache.num_free_slots),
             int(cache.host_pool.size_per_token),
             float(cache.load_bytes),
-            cache.load_seconds,
+            cache.moved_in.seconds,
             float(counters.read_bytes),
             counters.read_seconds,
         )
