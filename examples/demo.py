@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import random
 import shlex
 import signal
 import socket
@@ -159,14 +158,9 @@ def find_hint(text: str) -> str:
 
 
 def free_port() -> int:
-    """Below the ports that Linux gives to connections, of which one could take it before the server does."""
-    while True:
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", random.randrange(20000, 32000)))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 # ---- The conversation ----------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def _allocate_host_memory(
 
 
 class _TorchWithoutPinning(ModuleType):
-    """torch, but for ``tensor``."""
+    """torch, but for what is asked for pinned memory."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -70,3 +70,7 @@ class _TorchWithoutPinning(ModuleType):
     @staticmethod
     def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         return torch.tensor(*args, **kwargs)
+
+    @staticmethod
+    def zeros(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(*args, **kwargs)

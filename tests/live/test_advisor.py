@@ -24,6 +24,7 @@ from models import ALL_LINEAR, make_adapters, make_llama
 from safetensors.torch import load_file, save_file
 
 from benchmarks import results
+from benchmarks.server import sampling
 from sglang_lora_tree.config import Settings
 
 from .conftest import TINY, Live, on
@@ -213,24 +214,6 @@ def killer(server: Server, count: int, kind: int | None) -> Iterator[Callable[[]
         thread.join()
 
 
-@contextmanager
-def watch_invalid_kv(server: Server) -> Iterator[list[int]]:
-    """Samples of the server's count while the block runs."""
-    samples, over = [], threading.Event()
-
-    def work() -> None:
-        while not over.wait(0.2):
-            samples.append(int(server.tree()["invalid_kv"]))
-
-    with ThreadPoolExecutor(1) as pool:
-        watching = pool.submit(work)
-        try:
-            yield samples
-        finally:
-            over.set()
-        watching.result()
-
-
 def longest_overtaking(spans: Sequence[tuple[float, float, float]]) -> float:
     """By how many seconds a request came later at most than one that had its first token after it."""
     longest, latest = 0.0, -float("inf")
@@ -268,7 +251,7 @@ def test_long_run_with_twenty_kills(tmp_path: Path) -> None:
     try:
         server.wait()
         until_plans_come(server)
-        with watch_invalid_kv(server) as invalid_kv:
+        with sampling(lambda: int(server.tree()["invalid_kv"]), 0.2) as invalid_kv:
             for number in range(NUM_ROUNDS * len(TROUBLE)):
                 name = list(TROUBLE)[number % len(TROUBLE)]
                 with killer(server, NUM_KILLS // NUM_ROUNDS, TROUBLE[name]) as so_far:

@@ -82,9 +82,7 @@ def test_padded_adapters_in_stock_sglang(embedded: tuple[Path, dict[str, Path]],
     arguments = ["--model-path", str(model), "--dtype", "float32", "--max-total-tokens", "4000"]
     arguments += ["--enable-lora", "--lora-backend", "torch_native", "--max-loras-per-batch", "4"]
     arguments += ["--lora-paths", *(f"{name}={folder}" for name, folder in folders.items())]
-    server = Server(
-        tmp_path / "server.log", arguments, {"OMP_NUM_THREADS": "1"}, (str(Path(__file__).with_name("stock_on_cpu.py")),)
-    )
+    server = Server(tmp_path / "server.log", arguments, {"OMP_NUM_THREADS": "1"})
     try:
         judge = Judge(model, folders)
         server.wait()
