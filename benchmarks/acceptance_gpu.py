@@ -12,71 +12,46 @@ Without a GPU eager, graphs, loads and bf16_served run on the CPU platform with 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import requests
 import torch
-from peft.tuners.lora import LoraLayer
-from transformers import LlamaForCausalLM
 
 from benchmarks import results
+from benchmarks.acceptance_bf16 import bf16_error, bf16_served
+from benchmarks.acceptance_small import (
+    DECODE_GRAPHS,
+    DEVICE,
+    GRAPHS,
+    LONGEST_PROMPT,
+    ON_GPU,
+    SMALL_ADAPTERS,
+    SMALL_MIXES,
+    TIE,
+    Mix,
+    Records,
+    ask,
+    greedy,
+    judge,
+    make_small,
+    random_prompt,
+    small_options,
+    text,
+    tree_options,
+)  # fmt: skip
 from benchmarks.llama8b import write_adapter, write_config
-from benchmarks.server import Server, start_side_by_side
-from tests.models import ALL_LINEAR, Oracle, make_adapters, make_llama
-
-Records = list[dict[str, Any]]
-Mix = Mapping[str, float]
-
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-SMALL_MODEL = {"layers": 4, "hidden": 1024, "vocab": 4096} if ON_GPU else {"layers": 2, "hidden": 256, "vocab": 512}
-VOCAB = SMALL_MODEL["vocab"]
-SMALL_POOL = 8000
-"""Slots: 32 requests of up to 300 + 128 tokens fit beside SMALL_ADAPTERS, and two prompts fill it."""
-LONGEST_PROMPT = 3900
-"""Tokens; the small model knows 4,096 positions."""
-TIE = 1e-4
-"""Two tokens whose log probabilities differ by less are equally greedy in float32: no more is asked of log probabilities."""
-
-SMALL_ADAPTERS: dict[str, dict[str, Any]] = {
-    "a": {"r": 16, "lora_alpha": 32, "target_modules": ALL_LINEAR},
-    "b": {"r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
-    "c": {"r": 32, "lora_alpha": 16, "target_modules": ["gate_proj", "up_proj", "down_proj"], "use_rslora": True},
-    "d": {"r": 3, "lora_alpha": 9, "target_modules": ALL_LINEAR, "rank_pattern": {"o_proj": 40}},
-}
-SMALL_MIXES: tuple[Mix | None, ...] = (
-    None,
-    {"a": 1.0},
-    {"b": 1.0},
-    {"c": 1.0},
-    {"d": 1.0},
-    {"a": 0.5},
-    {"a": 0.7, "b": 0.3},
-    {"c": 0.5, "d": -0.25},
-    {"a": 0.4, "b": 0.4, "c": 0.4, "d": 0.4},
-)
-
-
-def text(mix: Mix | None) -> str | None:
-    """A mix as ``lora_path``."""
-    return None if mix is None else json.dumps(mix)
-
-
-def random_prompt(rng: random.Random, length: int) -> list[int]:
-    return [rng.randrange(2, VOCAB) for _ in range(length)]
-
+from benchmarks.server import Server, sampling, start_side_by_side
+from tests.models import ALL_LINEAR, Oracle
 
 # ---- Exactness over the server ----
 
@@ -135,24 +110,6 @@ def compare_oracles(oracle: Oracle, reference: Oracle, rng: random.Random) -> fl
         if tokens == same:
             worst = max(worst, *(abs(a - b) for a, b in zip(exact, rounded, strict=True)))
     return worst
-
-
-def make_small(work: Path, configs: Mapping[str, dict[str, Any]] = SMALL_ADAPTERS) -> tuple[Path, dict[str, Path]]:
-    """A small model in float32 and adapters for it (made anew, always the same)."""
-    model = make_llama(work / "small", heads=SMALL_MODEL["hidden"] // 64, kv_heads=SMALL_MODEL["hidden"] // 128, **SMALL_MODEL)
-    # As strong as trained adapters: a delta of about half the weights' size; stronger ones amplify every rounding error.
-    return model, make_adapters(model, work / "small_adapters", configs, std=0.08)
-
-
-def small_options(model: Path, pool: int = SMALL_POOL, dtype: str = "float32") -> list[str]:
-    options = ["--model-path", str(model), "--skip-tokenizer-init", "--dtype", dtype]
-    return [*options, "--max-total-tokens", str(pool), "--sampling-backend", "pytorch"]
-
-
-def tree_options(adapters: Mapping[str, Path], settings: Mapping[str, Any] | None = None) -> list[str]:
-    """What a server with adapters takes beside `small_options`."""
-    options = ["--hicache-ratio", "2", "--lora-tree", json.dumps(settings or {})]
-    return [*options, "--lora-paths", *(f"{key}={path}" for key, path in adapters.items())]
 
 
 def exactness(work: Path, name: str, arguments: Sequence[str], environment: Mapping[str, str], note: str) -> Records:
@@ -215,11 +172,6 @@ def push_out(server: Server, rng: random.Random, count: int) -> int:
     return swapped
 
 
-def greedy(num_new: int) -> dict[str, Any]:
-    """Sampling parameters."""
-    return {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True}
-
-
 def swap_in_record(name: str, counters: Mapping[str, float]) -> dict[str, Any]:
     """What the served run copied to its GPU, by its own counters."""
     num_bytes, seconds = counters["load_bytes"], counters["load_seconds"]
@@ -259,7 +211,7 @@ def loads(work: Path) -> Records:
     answers: list[tuple[list[int], list[float]]] = []
     with Server(options, work / "loads.log", FLOAT32) as server:
         swap_outs = server.tree()["counters"]["swap_outs"]
-        with watch_loads(server) as samples:
+        with sampling(lambda: sample_load(server), 0.02) as samples:
             for round_number in range(LOADS_ROUNDS):
                 if round_number % 2:
                     push_out(server, rng, 1)
@@ -303,12 +255,6 @@ def loads(work: Path) -> Records:
     ]
 
 
-def ask(server: Server, prompt: list[int], mix: Mix | None, num_new: int) -> tuple[list[int], list[float]]:
-    """Greedy tokens and their log probabilities."""
-    answer = server.generate(input_ids=prompt, lora_path=text(mix), sampling_params=greedy(num_new), return_logprob=True)
-    return answer["output_ids"], [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
-
-
 def flush(server: Server) -> None:
     """Empty the cache: SGLang refuses for as long as something runs."""
     for _ in range(100):
@@ -318,47 +264,10 @@ def flush(server: Server) -> None:
     raise RuntimeError("the server is never idle")
 
 
-@contextmanager
-def watch_loads(server: Server) -> Iterator[list[bool]]:
-    """Samples while the block runs: whether an adapter was being copied, each time that a request held KV."""
-    samples: list[bool] = []
-    over = threading.Event()
-
-    def work() -> None:
-        while not over.wait(0.02):
-            tree = server.tree()
-            if tree["pool"]["slots"]["gpu"]["running_kv"]:
-                samples.append(tree["adapters"]["loading"] > 0)
-
-    with ThreadPoolExecutor(1) as pool:
-        watching = pool.submit(work)
-        try:
-            yield samples
-        finally:
-            over.set()
-        watching.result()
-
-
-@torch.inference_mode()
-def judge(oracle: Oracle, prompt: list[int], tokens: list[int], mix: Mix | None) -> tuple[list[float], list[float]]:
-    """What PEFT says of an answer, by one pass over it: for each token the greedy one's log probability, and its own."""
-    model = oracle.model
-    ids = torch.tensor([[*prompt, *tokens]], device=oracle.device)
-    with ExitStack() as stack:
-        if mix is None:
-            stack.enter_context(model.disable_adapter())
-        else:
-            model.set_adapter(adapter_of(oracle, mix))
-        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-    distribution = torch.log_softmax(logits.double(), -1)
-    given = distribution.gather(1, torch.tensor(tokens, device=oracle.device)[:, None])[:, 0]
-    return distribution.max(-1).values.tolist(), given.tolist()
-
-
-def adapter_of(oracle: Oracle, mix: Mix) -> str:
-    """The name under which PEFT has an adapter or a mix."""
-    name, weight = next(iter(mix.items()))
-    return name if len(mix) == 1 and weight == 1.0 else oracle._mix(mix)
+def sample_load(server: Server) -> bool | None:
+    """Whether an adapter is being copied; None while no request holds KV."""
+    tree = server.tree()
+    return tree["adapters"]["loading"] > 0 if tree["pool"]["slots"]["gpu"]["running_kv"] else None
 
 
 def prefill_graphs(work: Path) -> Records:
@@ -404,165 +313,6 @@ def prefill_graphs(work: Path) -> Records:
         note = "largest difference of a log probability, padded prompts"
         records.append(results.record(f"prefill_graphs_padded/{name}", worst, "nats", limit="value <= 0.0001", note=note))
     return records
-
-
-# ---- bf16 against float64 ----
-
-
-def bf16_error(work: Path) -> Records:
-    """Error of one layer's bf16 output against float64: base GEMM + our kernels, against a GEMM with merged bf16 weights."""
-    from sglang_lora_tree.kernels import AdapterTable, Pairs, PoolView, add_lora, dispatch
-
-    torch.manual_seed(0)
-    width, rank, tokens, layers, device = 1024, 16, 256, 1, "cuda"
-    records: Records = []
-    for module, d_in, d_out in ((3, 4096, 4096), (4, 4096, 14336), (6, 14336, 4096)):
-        weight = (torch.randn(d_out, d_in, device=device) / d_in**0.5).bfloat16()
-        x = torch.randn(tokens, d_in, device=device).bfloat16()
-        members = [(index, share) for index, share in enumerate((0.5, 0.3, 0.7))]
-        factors = [
-            (
-                (torch.randn(rank, d_in, device=device) / d_in**0.5).bfloat16(),
-                (torch.randn(d_out, rank, device=device) * 0.3).bfloat16(),
-            )
-            for _ in members
-        ]
-        chunks_in, chunks_out = -(-d_in // width), -(-d_out // width)
-        n = -(-rank * (chunks_in + chunks_out) // (2 * layers))
-        planes = [torch.full((4 * n, width), torch.nan, dtype=torch.bfloat16, device=device) for _ in range(2 * layers)]
-        table = AdapterTable(len(members), 4 * n, layers, 64, device)
-        order = torch.randperm(4 * n, device=device)
-        for index, (a, b) in enumerate(factors):
-            slots = order[index * n : (index + 1) * n]
-            rows = torch.zeros(2 * layers * n, width, dtype=torch.bfloat16, device=device)
-            pad_a = torch.zeros(rank, chunks_in * width, dtype=torch.bfloat16, device=device)
-            pad_b = torch.zeros(rank, chunks_out * width, dtype=torch.bfloat16, device=device)
-            pad_a[:, :d_in], pad_b[:, :d_out] = a, b.t()
-            packed = torch.cat([pad_a.view(-1, width), pad_b.view(-1, width)])
-            rows[: len(packed)] = packed
-            for plane, part in zip(planes, rows.split(n), strict=True):
-                plane[slots] = part
-            row_start = torch.full((layers, 7), -1, dtype=torch.int32)
-            ranks = torch.zeros((layers, 7), dtype=torch.int32)
-            row_start[0, module], ranks[0, module] = 0, rank
-            table.write(index, slots, row_start, ranks, torch.ones((layers, 7)))
-        table.flush()
-        block_t = dispatch.choose(tokens, torch.device(device)).block_t
-        pairs = Pairs.allocate(table, 1, tokens, len(members), block_t)
-        pairs.update([tokens], [members])
-        ours = x @ weight.t()
-        add_lora(ours, x, table, PoolView.from_planes(planes), pairs, 0, (module,), (0,), (d_out,))
-        delta = sum(share * (b.double() @ a.double()) for (_, share), (a, b) in zip(members, factors, strict=True))
-        exact = x.double() @ (weight.double() + delta).t()
-        merged = x @ (weight.double() + delta).bfloat16().t()
-        error = float((ours.double() - exact).norm() / exact.norm())
-        merged_error = float((merged.double() - exact).norm() / exact.norm())
-        records.append(
-            results.record(
-                f"bf16_error/{d_in}x{d_out}",
-                error,
-                "relative",
-                baseline=("merged bf16 weights", merged_error),
-                limit="ratio <= 1.1",
-                note="mix of 3 at rank 16, 256 tokens, scattered slots, against float64",
-            )
-        )
-    return records
-
-
-MERGED_MIXES: tuple[Mix, ...] = (
-    {"a": 1.0},
-    {"c": 1.0},
-    {"d": 1.0},
-    {"a": 0.7, "b": 0.3},
-    {"a": 0.4, "b": 0.4, "c": 0.4, "d": 0.4},
-)
-
-
-def bf16_served(work: Path) -> Records:
-    """Error of served log probabilities in bf16 against PEFT in float64: ours, against merged bf16 weights served by SGLang
-    with the same options and without LoRA.
-
-    Prompts of 300 tokens, whose own log probabilities show prefill, and 64 greedy tokens, which show decoding with graphs; each
-    server's answers are judged as they are. The head is computed in float32 in both: its rounding would hide the rest's.
-    """
-    model, adapters = make_small(work)
-    base = work / "small_bf16"
-    LlamaForCausalLM.from_pretrained(model, torch_dtype=torch.bfloat16).save_pretrained(base)
-    oracle = Oracle(base, adapters, device=DEVICE, dtype=torch.float64)
-    merged = [save_merged(oracle, base, mix, work / f"merged{index}") for index, mix in enumerate(MERGED_MIXES)]
-    options = [*DECODE_GRAPHS, "--enable-fp32-lm-head"]
-    ours = Server([*small_options(base, dtype="bfloat16"), *tree_options(adapters), *options], work / "bf16_served.log")
-    theirs = Server([*small_options(merged[0], dtype="bfloat16"), *options], work / "bf16_merged.log")
-    rng = random.Random(29)
-    prompts = [random_prompt(rng, 300) for _ in range(8)]
-    errors: dict[tuple[str, str, int], float] = {}
-
-    def measure(server: Server, who: str, index: int, lora_path: str | None) -> None:
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            answers = list(pool.map(lambda prompt: ask_all(server, prompt, 64, lora_path), prompts))
-        prefill, decode = [], []
-        for prompt, (tokens, logprobs) in zip(prompts, answers, strict=True):
-            exact = judge(oracle, prompt[:1], [*prompt[1:], *tokens], MERGED_MIXES[index])[1]
-            off = [served - own for served, own in zip(logprobs, exact, strict=True)]
-            prefill += off[: -len(tokens)]
-            decode += off[-len(tokens) + 1 :]  # prefill makes the first
-        errors[who, "prefill", index], errors[who, "decode", index] = root_mean_square(prefill), root_mean_square(decode)
-
-    with ExitStack() as stack:
-        start_side_by_side([ours, theirs], stack)
-        ours.wait()
-        for index, mix in enumerate(MERGED_MIXES):
-            measure(ours, "ours", index, text(mix))
-        tree = ours.tree()
-        theirs.wait()
-        for index, folder in enumerate(merged):
-            answer = requests.post(f"{theirs.url}/update_weights_from_disk", json={"model_path": str(folder)}, timeout=200)
-            assert answer.ok and answer.json()["success"], answer.text
-            measure(theirs, "merged", index, None)
-    records = []
-    for step in ("prefill", "decode"):
-        for kind, wanted in (("adapters", 1), ("mixes", 2)):
-            chosen = [index for index, mix in enumerate(MERGED_MIXES) if min(len(mix), 2) == wanted]
-            own, other = (root_mean_square([errors[who, step, index] for index in chosen]) for who in ("ours", "merged"))
-            each = ", ".join(f"{errors['ours', step, index] / errors['merged', step, index]:.2f}" for index in chosen)
-            records.append(
-                results.record(
-                    f"bf16_served_error/{step}/{kind}",
-                    own,
-                    "nats",
-                    baseline=("merged bf16 weights, served without LoRA", other),
-                    limit="ratio <= 1.1",
-                    note=f"root mean square of log probabilities' errors against PEFT in float64; each of {len(chosen)}: {each}",
-                )
-            )
-    return [*records, results.record("invalid_kv/bf16_served", tree["invalid_kv"], "tokens", limit="value <= 0")]
-
-
-def save_merged(oracle: Oracle, base: Path, mix: Mix, folder: Path) -> Path:
-    """The base model's weights with a mix added, in float64, rounded to bf16 once."""
-    model = LlamaForCausalLM.from_pretrained(base, torch_dtype=torch.float64).to(oracle.device)
-    name = adapter_of(oracle, mix)
-    with torch.inference_mode():
-        for path, layer in oracle.model.base_model.model.named_modules():
-            if isinstance(layer, LoraLayer) and name in layer.lora_A:
-                model.get_submodule(path).weight += layer.get_delta_weight(name)
-    model.bfloat16().save_pretrained(folder)
-    return folder
-
-
-def ask_all(server: Server, prompt: list[int], num_new: int, lora_path: str | None) -> tuple[list[int], list[float]]:
-    """Greedy tokens; log probabilities of the prompt's tokens, from the second on, and of those."""
-    answer = server.generate(
-        input_ids=prompt, lora_path=lora_path, sampling_params=greedy(num_new), return_logprob=True, logprob_start_len=0
-    )
-    meta = answer["meta_info"]
-    entries = [*meta["input_token_logprobs"][-len(prompt) + 1 :], *meta["output_token_logprobs"]]
-    return answer["output_ids"], [entry[0] for entry in entries]
-
-
-def root_mean_square(values: Sequence[float]) -> float:
-    return (sum(value * value for value in values) / len(values)) ** 0.5
 
 
 # ---- The 8B shape ----
@@ -629,9 +379,6 @@ FLOAT32 = {
     "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",  # SGLang's norms on CUDA know half precision only
     "TRITON_F32_DEFAULT": "ieee",  # Triton's attention would multiply in TF32
 }
-
-GRAPHS = ["--attention-backend", "triton", "--cuda-graph-max-bs-decode", "32"]
-DECODE_GRAPHS = [*GRAPHS, "--cuda-graph-backend-prefill", "disabled"] if ON_GPU else []
 
 PHASES: dict[str, Callable[[Path], Records]] = {
     "bf16": bf16_error,

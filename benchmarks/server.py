@@ -10,15 +10,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import psutil
 import requests
 
+T = TypeVar("T")
 LAUNCH = ("-m", "sglang.launch_server")
 SERVE = ("-c", "from sglang.cli.main import main; main()", "serve")
 """What the console command ``sglang serve`` runs."""
@@ -144,6 +146,26 @@ def start_side_by_side(servers: Iterable[ServerProcess], stack: ExitStack) -> No
         server.start()
         stack.callback(server.stop)
         time.sleep(4)  # each looks at the free memory while it starts
+
+
+@contextmanager
+def sampling(take: Callable[[], T | None], seconds: float) -> Iterator[list[T]]:
+    """What ``take`` returns, but None, every so many seconds while the block runs; an error of its is raised at the end."""
+    samples: list[T] = []
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.wait(seconds):
+            if (sample := take()) is not None:
+                samples.append(sample)
+
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(work)
+        try:
+            yield samples
+        finally:
+            over.set()
+        watching.result()
 
 
 def free_port() -> int:

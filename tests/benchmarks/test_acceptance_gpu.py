@@ -12,8 +12,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks import acceptance_gpu
-from benchmarks.acceptance_gpu import LOADS_POOL, MANY_ADAPTERS, MANY_MIXES, TIE, judge, make_small, push_out, save_merged
+from benchmarks import acceptance_gpu, acceptance_small
+from benchmarks.acceptance_bf16 import MERGED_MIXES, save_merged
+from benchmarks.acceptance_gpu import LOADS_POOL, MANY_ADAPTERS, MANY_MIXES, push_out
+from benchmarks.acceptance_small import SMALL_ADAPTERS, SMALL_POOL, TIE, judge, make_small
 from tests.models import Oracle
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,9 +26,9 @@ MIX = {"b": 0.5, "d": -0.25}
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Oracle]:
     torch.set_num_threads(1)
     patch = pytest.MonkeyPatch()
-    patch.setattr(acceptance_gpu, "SMALL_MODEL", {"layers": 2, "hidden": 128, "vocab": 256})
-    patch.setattr(acceptance_gpu, "VOCAB", 256)
-    chosen = {name: acceptance_gpu.SMALL_ADAPTERS[name] for name in ("a", "b", "d")}
+    patch.setattr(acceptance_small, "SMALL_MODEL", {"layers": 2, "hidden": 128, "vocab": 256})
+    patch.setattr(acceptance_small, "VOCAB", 256)
+    chosen = {name: SMALL_ADAPTERS[name] for name in ("a", "b", "d")}
     model, adapters = make_small(tmp_path_factory.mktemp("small"), chosen)
     yield model, Oracle(model, adapters, dtype=torch.float64)
     patch.undo()
@@ -71,7 +73,7 @@ class StandIn:
         self.swap_outs += 2 if sum(map(len, input_ids)) > 0.95 * self.size else 0
 
 
-@pytest.mark.parametrize("size", [LOADS_POOL, acceptance_gpu.SMALL_POOL])
+@pytest.mark.parametrize("size", [LOADS_POOL, SMALL_POOL])
 def test_the_pool_is_filled_until_all_adapters_have_left(size: int) -> None:
     server = StandIn(size)
     assert push_out(server, random.Random(1), 4) == 4  # type: ignore[arg-type]
@@ -82,7 +84,7 @@ def test_the_pool_is_filled_until_all_adapters_have_left(size: int) -> None:
 
 def test_each_mix_knows_its_adapters() -> None:
     assert {name for mix in MANY_MIXES if mix for name in mix} == set(MANY_ADAPTERS)
-    assert all(set(mix) <= set(acceptance_gpu.SMALL_ADAPTERS) for mix in acceptance_gpu.MERGED_MIXES)
+    assert all(set(mix) <= set(SMALL_ADAPTERS) for mix in MERGED_MIXES)
 
 
 def test_a_copy_without_a_clock_is_a_record_too() -> None:

@@ -113,23 +113,28 @@ def test_a_leaf_that_is_added_again_is_offered_once() -> None:
     assert index.pop_lowest() is None
 
 
-def test_the_cost_of_a_victim_does_not_grow_with_the_number_of_leaves() -> None:
-    """Counted in evaluations of the priority, not in seconds."""
-    calls = 0
+class CountedPriority:
+    """A node's priority, and how often it was asked for."""
 
-    def priority(node: Node) -> int:
-        nonlocal calls
-        calls += 1
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, node: Node) -> int:
+        self.calls += 1
         return node.priority
 
+
+def test_the_cost_of_a_victim_does_not_grow_with_the_number_of_leaves() -> None:
+    """Counted in evaluations of the priority, not in seconds."""
+    priority = CountedPriority()
     index = LeafIndex(priority)
     nodes = [Node(number, number) for number in range(10_000)]
     for node in nodes:
         index.add(node)
-    calls = 0
+    priority.calls = 0
     for _ in range(100):
         index.discard(index.pop_lowest())
-    assert calls <= 200
+    assert priority.calls <= 200
 
 
 def test_another_order_takes_over_little_by_little() -> None:
@@ -182,13 +187,7 @@ def test_sorted_entries_are_a_sorted_list(steps: list[tuple[bool, int]]) -> None
 
 def test_touches_without_end_leave_no_work_for_a_victim() -> None:
     """Counted in evaluations: a leaf that was touched is filed at its place, and its old place is gone."""
-    calls = 0
-
-    def priority(node: Node) -> int:
-        nonlocal calls
-        calls += 1
-        return node.priority
-
+    priority = CountedPriority()
     index = LeafIndex(priority)
     nodes = [Node(number, number) for number in range(5_000)]
     for node in nodes:
@@ -196,30 +195,24 @@ def test_touches_without_end_leave_no_work_for_a_victim() -> None:
     for node in nodes[1:]:
         node.priority += 10_000
         index.refresh(node)
-    calls = 0
+    priority.calls = 0
     assert [index.pop_lowest() for _ in range(5)] == nodes[:5]
-    assert calls == 5 and len(index._order) == len(nodes) - 5
+    assert priority.calls == 5 and len(index._order) == len(nodes) - 5
 
 
 def test_priorities_that_all_grow_without_a_word_cost_one_victim_little() -> None:
-    calls = 0
-
-    def priority(node: Node) -> int:
-        nonlocal calls
-        calls += 1
-        return node.priority
-
+    priority = CountedPriority()
     index = LeafIndex(priority)
     nodes = [Node(number, number) for number in range(1_000)]
     for node in nodes:
         index.add(node)
     for node in nodes:
         node.priority += 10_000
-    calls, victims = 0, []
+    priority.calls, victims = 0, []
     for _ in nodes:
         victims.append(index.pop_lowest())
-        assert calls <= LeafIndex._MOST + 1
-        calls = 0
+        assert priority.calls <= LeafIndex._MOST + 1
+        priority.calls = 0
     assert set(victims) == set(nodes)
     assert victims[0] is nodes[0], "of those that were lowest before, the lowest"
 

@@ -1,0 +1,110 @@
+"""The small model of the acceptance on a GPU: its adapters, mixes and servers' options, and what PEFT says of an answer."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.server import Server
+from tests.models import ALL_LINEAR, Oracle, make_adapters, make_llama
+
+Records = list[dict[str, Any]]
+Mix = Mapping[str, float]
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+SMALL_MODEL = {"layers": 4, "hidden": 1024, "vocab": 4096} if ON_GPU else {"layers": 2, "hidden": 256, "vocab": 512}
+VOCAB = SMALL_MODEL["vocab"]
+SMALL_POOL = 8000
+"""Slots: 32 requests of up to 300 + 128 tokens fit beside SMALL_ADAPTERS, and two prompts fill it."""
+LONGEST_PROMPT = 3900
+"""Tokens; the small model knows 4,096 positions."""
+TIE = 1e-4
+"""Two tokens whose log probabilities differ by less are equally greedy in float32: no more is asked of log probabilities."""
+
+GRAPHS = ["--attention-backend", "triton", "--cuda-graph-max-bs-decode", "32"]
+DECODE_GRAPHS = [*GRAPHS, "--cuda-graph-backend-prefill", "disabled"] if ON_GPU else []
+
+SMALL_ADAPTERS: dict[str, dict[str, Any]] = {
+    "a": {"r": 16, "lora_alpha": 32, "target_modules": ALL_LINEAR},
+    "b": {"r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+    "c": {"r": 32, "lora_alpha": 16, "target_modules": ["gate_proj", "up_proj", "down_proj"], "use_rslora": True},
+    "d": {"r": 3, "lora_alpha": 9, "target_modules": ALL_LINEAR, "rank_pattern": {"o_proj": 40}},
+}
+SMALL_MIXES: tuple[Mix | None, ...] = (
+    None,
+    {"a": 1.0},
+    {"b": 1.0},
+    {"c": 1.0},
+    {"d": 1.0},
+    {"a": 0.5},
+    {"a": 0.7, "b": 0.3},
+    {"c": 0.5, "d": -0.25},
+    {"a": 0.4, "b": 0.4, "c": 0.4, "d": 0.4},
+)
+
+
+def text(mix: Mix | None) -> str | None:
+    """A mix as ``lora_path``."""
+    return None if mix is None else json.dumps(mix)
+
+
+def random_prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(2, VOCAB) for _ in range(length)]
+
+
+def make_small(work: Path, configs: Mapping[str, dict[str, Any]] = SMALL_ADAPTERS) -> tuple[Path, dict[str, Path]]:
+    """A small model in float32 and adapters for it (made anew, always the same)."""
+    model = make_llama(work / "small", heads=SMALL_MODEL["hidden"] // 64, kv_heads=SMALL_MODEL["hidden"] // 128, **SMALL_MODEL)
+    # As strong as trained adapters: a delta of about half the weights' size; stronger ones amplify every rounding error.
+    return model, make_adapters(model, work / "small_adapters", configs, std=0.08)
+
+
+def small_options(model: Path, pool: int = SMALL_POOL, dtype: str = "float32") -> list[str]:
+    options = ["--model-path", str(model), "--skip-tokenizer-init", "--dtype", dtype]
+    return [*options, "--max-total-tokens", str(pool), "--sampling-backend", "pytorch"]
+
+
+def tree_options(adapters: Mapping[str, Path], settings: Mapping[str, Any] | None = None) -> list[str]:
+    """What a server with adapters takes beside `small_options`."""
+    options = ["--hicache-ratio", "2", "--lora-tree", json.dumps(settings or {})]
+    return [*options, "--lora-paths", *(f"{key}={path}" for key, path in adapters.items())]
+
+
+def greedy(num_new: int) -> dict[str, Any]:
+    """Sampling parameters."""
+    return {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True}
+
+
+def ask(server: Server, prompt: list[int], mix: Mix | None, num_new: int) -> tuple[list[int], list[float]]:
+    """Greedy tokens and their log probabilities."""
+    answer = server.generate(input_ids=prompt, lora_path=text(mix), sampling_params=greedy(num_new), return_logprob=True)
+    return answer["output_ids"], [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+
+
+@torch.inference_mode()
+def judge(oracle: Oracle, prompt: list[int], tokens: list[int], mix: Mix | None) -> tuple[list[float], list[float]]:
+    """What PEFT says of an answer, by one pass over it: for each token the greedy one's log probability, and its own."""
+    model = oracle.model
+    ids = torch.tensor([[*prompt, *tokens]], device=oracle.device)
+    with ExitStack() as stack:
+        if mix is None:
+            stack.enter_context(model.disable_adapter())
+        else:
+            model.set_adapter(adapter_of(oracle, mix))
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+    distribution = torch.log_softmax(logits.double(), -1)
+    given = distribution.gather(1, torch.tensor(tokens, device=oracle.device)[:, None])[:, 0]
+    return distribution.max(-1).values.tolist(), given.tolist()
+
+
+def adapter_of(oracle: Oracle, mix: Mix) -> str:
+    """The name under which PEFT has an adapter or a mix."""
+    name, weight = next(iter(mix.items()))
+    return name if len(mix) == 1 and weight == 1.0 else oracle._mix(mix)
