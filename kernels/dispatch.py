@@ -46,7 +46,7 @@ class Config:
 
 DEFAULT = (
     Config(512, 16, True, 16, 128, 32, 4, 8, 128, 2, 4, 5, True),
-    Config(1 << 62, 64, False, 32, 64, 4, 4, 6, 128, 1, 4, 1, False),
+    Config(1 << 62, 64, False, 32, 64, 4, 4, 6, 64, 1, 4, 2, False),
 )
 """For a GPU without a table of its own."""
 

@@ -121,6 +121,8 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     mask = (tokens < num_tokens)[:, None] & d_mask[None, :]
     if delta is None:
         base = tl.load(y + cells, mask=mask, other=0.0)
+    if ACTIVATE:
+        up_base = tl.load(y + cells + OUTPUT_OFFSETS[1], mask=mask, other=0.0)  # on its way while gate is computed
     total = _delta(
         parts, b_rows, item_begin, item_end, m, chunk, inside, d_mask, part_stride, DTYPE, PARTS, MOST_CHUNKS, NUM, RANK_TILE,
         BLOCK_T, BLOCK_R, BLOCK_D, ALIGNED, UPCAST,
@@ -129,13 +131,12 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
         tl.store(delta + cells, total, mask=mask)
     elif ACTIVATE:
         gate = add_and_round(base, total)
-        base = tl.load(y + cells + OUTPUT_OFFSETS[1], mask=mask, other=0.0)
         total = _delta(
             parts, b_rows, item_begin, item_end, m + 1, chunk, inside, d_mask, part_stride, DTYPE, PARTS, MOST_CHUNKS, NUM,
             RANK_TILE, BLOCK_T, BLOCK_R, BLOCK_D, ALIGNED, UPCAST,
         )  # fmt: skip
         halves = activated + tokens.to(tl.int64)[:, None] * OUTPUT_WIDTHS[0] + d[None, :]
-        tl.store(halves, activate(gate, add_and_round(base, total)), mask=mask)
+        tl.store(halves, activate(gate, add_and_round(up_base, total)), mask=mask)
     else:
         finished = add_and_round(base, total)
         if HEAD:

@@ -28,8 +28,10 @@ def row_addresses(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def add_and_round(base, delta):  # type: ignore[no-untyped-def]
-    """base + delta (float32), rounded to base's dtype. Where delta is 0 base keeps its bits: -0 + 0 would be 0."""
-    return tl.where(delta == 0.0, base, (base.to(tl.float32) + delta).to(base.dtype))
+    """base + delta (float32), rounded to base's dtype. Where delta is 0 base keeps its bits: -0 + 0 would be 0, but adding -0
+    changes nothing. (Not a choice between rounded numbers: these would be rounded one by one, a quarter as fast.)"""
+    nothing = tl.full(delta.shape, -(1 << 31), tl.int32).to(tl.float32, bitcast=True)  # Triton reads a literal -0.0 as 0.0
+    return (base.to(tl.float32) + tl.where(delta == 0.0, nothing, delta)).to(base.dtype)
 
 
 @triton.jit

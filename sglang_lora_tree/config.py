@@ -47,7 +47,7 @@ class Settings:
     """Where adapters loaded from tensors are kept as files; None: a private temporary folder, removed at exit."""
     host_reserve_gb: float | None = None
     """RAM that HiCache leaves free, in GB; None: SGLang's 10 GB on a GPU machine, 2 GB on the CPU platform."""
-    join_operations: bool = False
+    join_operations: bool = True
     """Whether the norm, rotation or activation that follows a linear layer adds the adapters' part to its output (Llama and
     Qwen2; on a GPU in half precision), so that no launch stands between them for it: docs/kernels.md."""
     verify_invariants: bool = False

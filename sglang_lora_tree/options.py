@@ -106,6 +106,9 @@ ENVIRONMENT: tuple[tuple[str, tuple[str, ...] | None, str], ...] = (
     ("SGLANG_RADIX_FORCE_MISS", _ON, f"requests would lose their place in the tree, and {NOT_SHOWN}"),
     ("SGLANG_EXPERIMENTAL_LORA_OPTI", _ON, "SGLang's own fast LoRA path would stand beside ours"),
     ("SGLANG_ENABLE_COLOCATED_BATCH_GEN", _ON, f"requests and plans would reach the scheduler at other times, and {NOT_SHOWN}"),
+    ("DUMPER_ENABLE", _ON, "a linear layer's output is finished by the layer after it: what is dumped would lack adapters"),
+    ("DUMPER_GRAFTER_ENABLE", _ON, "other tensors would take the place of the model's"),
+    ("DUMPER_SOURCE_PATCHER_CONFIG", None, "it changes SGLang's source"),
     ("SGLANG_CPU_QUANTIZATION", _ON, _QUANTIZED),
     ("SGLANG_INT4_WEIGHT", _ON, _QUANTIZED),
 )

@@ -233,7 +233,11 @@ class LoraTreeBackend(BaseLoRABackend):
         """y = base(x) + delta(x); with ``all_reduce`` (row-parallel layers) x, y and z are this rank's part of a sum."""
         batch: Batch = self.batch_info  # type: ignore[assignment]
         assert self.table is not None and self.pool is not None
-        assert self._unfinished is None, "nothing has finished the output of the last linear layer"
+        left = self._unfinished
+        assert left is None, (
+            f"nothing has finished the output of {', '.join(MODULES[module] for module in left.shrunk.modules)} in layer "
+            f"{left.shrunk.layer}, and answers would be wrong: start with join_operations false"
+        )
         if not (batch.has_active_lora or batch.pairs.for_graphs):  # SGLang's warm-up while it captures
             y = base_fn()
             return y if all_reduce is None else all_reduce(y)

@@ -23,8 +23,8 @@ from sglang.srt.layers import layernorm
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-from sglang.srt.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
-from sglang.srt.models.qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP
+from sglang.srt.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaModel
+from sglang.srt.models.qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP, Qwen2Model
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel
 
@@ -32,6 +32,9 @@ from sglang_lora_tree.composite import backend_hooks
 from sglang_lora_tree.config import current_settings
 from sglang_lora_tree.kernels.lora import fits_rotation
 from sglang_lora_tree.kernels.rotation import Rotation
+
+ROTARY_FORMS = ("forward", "forward_native", "forward_cpu", "forward_cuda")
+"""The forms of SGLang's rotary embedding, of which the subclasses of some kinds of scaling have their own."""
 
 
 def finishes_later(model: torch.nn.Module, name: str) -> bool:
@@ -75,7 +78,8 @@ def can_activate(mlp: torch.nn.Module) -> bool:
 def can_rotate(attention: torch.nn.Module) -> bool:
     """Whether q and k of an attention go from qkv_proj to the rotary embedding, and only there.
 
-    Known of Llama's and Qwen2's (Qwen3 has norms in between). All of a head must be rotated, half by half.
+    Known of Llama's and Qwen2's (Qwen3 has norms in between). All of a head must be rotated, half by half, with float32 angles:
+    for heads of some widths SGLang's fallback kernel rounds the table to the model's dtype, at its first call.
     """
     if type(attention) not in (LlamaAttention, Qwen2Attention):
         return False
@@ -83,8 +87,8 @@ def can_rotate(attention: torch.nn.Module) -> bool:
     row_width: Any = attention.kv_size
     return (
         isinstance(rotary, RotaryEmbedding)
-        and type(rotary).forward is RotaryEmbedding.forward
-        and type(rotary).forward_cuda is RotaryEmbedding.forward_cuda
+        and all(getattr(type(rotary), form) is getattr(RotaryEmbedding, form) for form in ROTARY_FORMS)
+        and not rotary.use_fallback_kernel
         and rotary.is_neox_style
         and rotary.rotary_dim == rotary.head_size
         and rotary.cos_sin_cache.dtype == torch.float32
@@ -95,12 +99,13 @@ def can_rotate(attention: torch.nn.Module) -> bool:
 def can_normalize(decoder: torch.nn.Module, model: torch.nn.Module) -> bool:
     """Whether what o_proj and down_proj put out goes to a norm with the residual, and only there.
 
-    Known of Llama's and Qwen2's decoder layers, without tensor parallelism: a rank's output is a part of a sum, which is
-    added up before the norm. model: holds the last norm.
+    Known of Llama's and Qwen2's decoder layers in their models, without tensor parallelism: a rank's output is a part of a
+    sum, which is added up before the norm. model: takes a layer's output to the next one's norm, the last one's to its own.
     """
-    if type(decoder) not in (LlamaDecoderLayer, Qwen2DecoderLayer) or get_parallel().tp_size > 1:
+    known = type(decoder) in (LlamaDecoderLayer, Qwen2DecoderLayer) and type(model) in (LlamaModel, Qwen2Model)
+    if not known or get_parallel().tp_size > 1:
         return False
-    norms: list[Any] = [decoder.input_layernorm, decoder.post_attention_layernorm, getattr(model, "norm", None)]
+    norms: list[Any] = [decoder.input_layernorm, decoder.post_attention_layernorm, model.norm]
     return all(
         type(norm) is RMSNorm
         and norm.variance_size_override is None
@@ -115,7 +120,9 @@ def activate(
 ) -> torch.Tensor:
     """AROUND ``SiluAndMul.forward``."""
     backend = backend_hooks.current()
-    activated = None if backend is None else backend.activate(x)
+    if backend is None:  # without --lora-tree
+        return original(act_fn, x, *args, **kwargs)
+    activated = backend.activate(x)
     return original(act_fn, x, *args, **kwargs) if activated is None else activated
 
 
@@ -131,9 +138,11 @@ def rotate(
     """AROUND ``RotaryEmbedding.forward``: it rotates in place too. With offsets, or if it is to store K and V, it does
     so itself, once the output is finished."""
     backend = backend_hooks.current()
+    if backend is None:
+        return original(rotary, positions, query, key, *args, **kwargs)
     plain = not any(arg is not None for arg in (*args, *kwargs.values())) and positions.dim() == 1
     rotation = Rotation(positions, rotary.cos_sin_cache, rotary.head_size) if plain else None
-    if backend is not None and backend.rotate(query, rotation):
+    if backend.rotate(query, rotation):
         return query, key
     return original(rotary, positions, query, key, *args, **kwargs)
 
@@ -149,8 +158,10 @@ def normalize(
     """AROUND ``RMSNorm.forward``: it works in place too. Asked for more, or to be the same in every batch, it does so
     itself, once the output is finished."""
     backend = backend_hooks.current()
+    if backend is None:
+        return original(norm, x, residual, *args, **kwargs)
     plain = not any(arg is not None for arg in (*args, *kwargs.values())) and not layernorm.is_batch_invariant_mode_enabled()
-    if backend is not None and backend.normalize(x, residual if plain else None, norm.weight, norm.variance_epsilon):
+    if backend.normalize(x, residual if plain else None, norm.weight, norm.variance_epsilon):
         return x, residual
     return original(norm, x, residual, *args, **kwargs)
 

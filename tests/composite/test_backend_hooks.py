@@ -183,6 +183,14 @@ def test_what_is_left_to_the_next_operation(backend):
         backend._unfinished = None
 
 
+def test_an_output_that_nothing_has_finished_stops_the_next_layer(backend):
+    """Better than a wrong answer; the message says which and what to do."""
+    leave(backend, "gate_up_proj", beside=True)
+    groups = ModuleGroup.of("o_proj", 0, 64, torch.device("cpu"))
+    with pytest.raises(AssertionError, match=r"gate_proj, up_proj in layer 0.*join_operations false"):
+        backend.forward_with_base(None, torch.ones(5, 16), lambda: torch.zeros(5, 64), *groups, None, (0, 64))
+
+
 def rotary_embedding():
     """What the hook reads of SGLang's."""
     angles = torch.arange(20)[:, None] / torch.tensor([1.0, 3.0, 9.0, 27.0])
