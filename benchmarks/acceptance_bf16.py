@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 
 import requests
@@ -17,6 +19,7 @@ from benchmarks import results
 from benchmarks.acceptance_small import (
     DECODE_GRAPHS,
     DEVICE,
+    ON_GPU,
     Mix,
     Records,
     adapter_of,
@@ -108,6 +111,7 @@ def bf16_served(work: Path) -> Records:
 
     Prompts of 300 tokens, whose own log probabilities show prefill, and 64 greedy tokens, which show decoding with graphs; each
     server's answers are judged as they are. The head is computed in float32 in both: its rounding would hide the rest's.
+    Ours with `join_operations`, and without (apart).
     """
     model, adapters = make_small(work)
     base = work / "small_bf16"
@@ -115,7 +119,11 @@ def bf16_served(work: Path) -> Records:
     oracle = Oracle(base, adapters, device=DEVICE, dtype=torch.float64)
     merged = [save_merged(oracle, base, mix, work / f"merged{index}") for index, mix in enumerate(MERGED_MIXES)]
     options = [*DECODE_GRAPHS, "--enable-fp32-lm-head"]
-    ours = Server([*small_options(base, dtype="bfloat16"), *tree_options(adapters), *options], work / "bf16_served.log")
+    small = small_options(base, dtype="bfloat16")
+    ours = {
+        name: Server([*small, *tree_options(adapters, {"join_operations": joined}), *options], work / f"bf16_{name}.log")
+        for name, joined in (("served", True), ("served_apart", False))
+    }
     theirs = Server([*small_options(merged[0], dtype="bfloat16"), *options], work / "bf16_merged.log")
     rng = random.Random(29)
     prompts = [random_prompt(rng, 300) for _ in range(8)]
@@ -133,33 +141,35 @@ def bf16_served(work: Path) -> Records:
         errors[who, "prefill", index], errors[who, "decode", index] = root_mean_square(prefill), root_mean_square(decode)
 
     with ExitStack() as stack:
-        start_side_by_side([ours, theirs], stack)
-        ours.wait()
-        for index, mix in enumerate(MERGED_MIXES):
-            measure(ours, "ours", index, text(mix))
-        tree = ours.tree()
+        start_side_by_side([*ours.values(), theirs], stack)
+        for name, server in ours.items():
+            server.wait()
+            for index, mix in enumerate(MERGED_MIXES):
+                measure(server, name, index, text(mix))
+        invalid = sum(server.tree()["invalid_kv"] for server in ours.values())
+        joined = int(re.findall(r"join_operations: (\d+) of", ours["served"].read_log())[-1])
         theirs.wait()
         for index, folder in enumerate(merged):
             answer = requests.post(f"{theirs.url}/update_weights_from_disk", json={"model_path": str(folder)}, timeout=200)
             assert answer.ok and answer.json()["success"], answer.text
             measure(theirs, "merged", index, None)
     records = []
-    for step in ("prefill", "decode"):
-        for kind, wanted in (("adapters", 1), ("mixes", 2)):
-            chosen = [index for index, mix in enumerate(MERGED_MIXES) if min(len(mix), 2) == wanted]
-            own, other = (root_mean_square([errors[who, step, index] for index in chosen]) for who in ("ours", "merged"))
-            each = ", ".join(f"{errors['ours', step, index] / errors['merged', step, index]:.2f}" for index in chosen)
-            records.append(
-                results.record(
-                    f"bf16_served_error/{step}/{kind}",
-                    own,
-                    "nats",
-                    baseline=("merged bf16 weights, served without LoRA", other),
-                    limit="ratio <= 1.1",
-                    note=f"root mean square of log probabilities' errors against PEFT in float64; each of {len(chosen)}: {each}",
-                )
+    for name, step, (kind, wanted) in product(ours, ("prefill", "decode"), (("adapters", 1), ("mixes", 2))):
+        chosen = [index for index, mix in enumerate(MERGED_MIXES) if min(len(mix), 2) == wanted]
+        own, other = (root_mean_square([errors[who, step, index] for index in chosen]) for who in (name, "merged"))
+        each = ", ".join(f"{errors[name, step, index] / errors['merged', step, index]:.2f}" for index in chosen)
+        records.append(
+            results.record(
+                f"bf16_{name}_error/{step}/{kind}",
+                own,
+                "nats",
+                baseline=("merged bf16 weights, served without LoRA", other),
+                limit="ratio <= 1.1",
+                note=f"root mean square of log probabilities' errors against PEFT in float64; each of {len(chosen)}: {each}",
             )
-    return [*records, results.record("invalid_kv/bf16_served", tree["invalid_kv"], "tokens", limit="value <= 0")]
+        )
+    records.append(results.record("joined_layers/bf16_served", joined, "linear layers", limit="value >= 16" if ON_GPU else None))
+    return [*records, results.record("invalid_kv/bf16_served", invalid, "tokens", limit="value <= 0")]
 
 
 def save_merged(oracle: Oracle, base: Path, mix: Mix, folder: Path) -> Path:

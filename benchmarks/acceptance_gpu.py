@@ -1,6 +1,6 @@
 """Acceptance on a GPU, in one run: exact answers with graphs off and on and while adapters come in, bf16 error, the 8B shape.
 
-    python -m benchmarks.acceptance_gpu [--phases eager graphs loads prefill_graphs bf16 bf16_served llama8b] [--out FOLDER]
+    python -m benchmarks.acceptance_gpu [--phases eager graphs loads prefill_graphs joined_graphs bf16 ...] [--out FOLDER]
 
 Needs one GPU (24 GB; the 8B shape needs 40 GB), SGLang 0.5.23 and this package. Nothing is downloaded: models and adapters
 are random (speed does not depend on the weights; exactness is against PEFT on the same weights, in float32). What each
@@ -271,20 +271,33 @@ def sample_load(server: Server) -> bool | None:
 
 
 def prefill_graphs(work: Path) -> Records:
-    """Exactness with prefill graphs; and request after request the same bits with prefill graphs, without, and eager.
+    """Exactness with prefill graphs, and `compare_prefill_graphs`, in float32."""
+    return compare_prefill_graphs(work, "prefill_graphs", "float32", FLOAT32)
+
+
+def joined_graphs(work: Path) -> Records:
+    """`compare_prefill_graphs` in bf16, where the operations that follow the linear layers add the adapters' part."""
+    return compare_prefill_graphs(work, "joined_graphs", "bfloat16", {})
+
+
+def compare_prefill_graphs(work: Path, label: str, dtype: str, environment: Mapping[str, str]) -> Records:
+    """Request after request the same bits with prefill graphs, without, and eager; in float32 exactness with them too.
 
     Bits are compared for prompts of a captured size: others are padded, and already the base model's products are rounded
     otherwise for another number of rows. For those it is the largest difference. Against eager it is the first token alone,
-    which prefill makes: without decode graphs attention may split its sums otherwise.
+    which prefill makes: without decode graphs attention may split its sums otherwise. In bf16 without the base model's
+    requests, whose norms a prefill graph computes as those of requests with adapters, in an order of their own.
     """
+    exact = dtype == "float32"
     captured, padded = (64, 512, 1024), (3, 30, 500, 513, 900, 1500)
+    mixes = SMALL_MIXES if exact else SMALL_MIXES[1:]
     model, adapters = make_small(work)
-    options = [*small_options(model), *tree_options(adapters)]
+    options = [*small_options(model, dtype=dtype), *tree_options(adapters)]
     graphs = [*GRAPHS, "--cuda-graph-backend-prefill"]
     servers = {
-        name: Server([*options, *arguments], work / f"prefill_graphs_{name}.log", FLOAT32)
+        name: Server([*options, *arguments], work / f"{label}_{name}.log", environment)
         for name, arguments in (
-            ("on", [*graphs, "breakable", "--cuda-graph-bs-prefill", *map(str, captured), "2048"]),
+            ("on", [*graphs, "breakable", "--cuda-graph-max-bs-prefill", "2048"]),  # SGLang's own sizes up to there
             ("off", [*graphs, "disabled"]),
             ("eager", ["--attention-backend", "triton", "--disable-cuda-graph"]),
         )
@@ -296,22 +309,24 @@ def prefill_graphs(work: Path) -> Records:
             server.wait()
             rng = random.Random(17)
             answers[name] = [
-                ask(server, random_prompt(rng, length), mix, 8)[1] for length in (*captured, *padded) for mix in SMALL_MIXES
+                ask(server, random_prompt(rng, length), mix, 8)[1] for length in (*captured, *padded) for mix in mixes
             ]
         log = servers["on"].read_log().splitlines()
         replays = sum("Prefill batch" in line and "graph: True" in line for line in log)
-        records = [results.record("prefill_graphs_used", replays, "batches", limit="value >= 20")]
-        note = "float32, triton attention with IEEE dots, decode and prefill graphs"
-        records += check_exactness(work, "prefill_graphs", servers["on"], note)
-    num_captured = len(captured) * len(SMALL_MIXES)
+        records = [results.record(f"{label}_used", replays, "batches", limit="value >= 20")]
+        if exact:
+            note = "float32, triton attention with IEEE dots, decode and prefill graphs"
+            records += check_exactness(work, label, servers["on"], note)
+    num_captured = len(captured) * len(mixes)
     for name, num_tokens in (("off", 8), ("eager", 1)):
         pairs = [(mine[:num_tokens], other[:num_tokens]) for mine, other in zip(answers["on"], answers[name], strict=True)]
         differing = sum(mine != other for mine, other in pairs[:num_captured])
-        note = f"of {num_captured} answers, every log probability of {num_tokens} tokens"
-        records.append(results.record(f"prefill_graphs_differ/{name}", differing, "answers", limit="value <= 0", note=note))
-        worst = max(abs(one - two) for mine, other in pairs[num_captured:] for one, two in zip(mine, other, strict=True))
-        note = "largest difference of a log probability, padded prompts"
-        records.append(results.record(f"prefill_graphs_padded/{name}", worst, "nats", limit="value <= 0.0001", note=note))
+        note = f"{dtype}, of {num_captured} answers, every log probability of {num_tokens} tokens"
+        records.append(results.record(f"{label}_differ/{name}", differing, "answers", limit="value <= 0", note=note))
+        if exact:
+            worst = max(abs(one - two) for mine, other in pairs[num_captured:] for one, two in zip(mine, other, strict=True))
+            note = "largest difference of a log probability, padded prompts"
+            records.append(results.record(f"{label}_padded/{name}", worst, "nats", limit="value <= 0.0001", note=note))
     return records
 
 
@@ -390,6 +405,7 @@ PHASES: dict[str, Callable[[Path], Records]] = {
     ),
     "loads": loads,
     "prefill_graphs": prefill_graphs,
+    "joined_graphs": joined_graphs,
     "bf16_served": bf16_served,
     "llama8b": llama8b,
 }

@@ -1,14 +1,17 @@
 """One model shape on a GPU, without a server: base weights, a pool of slots with adapters in it, batches over them.
 
-    python -m benchmarks.kernel_world [--parts host added] [--out FOLDER] [--layers 32] [--device cpu]
+    python -m benchmarks.kernel_world [--parts host added prefill] [--out FOLDER] [--layers 32] [--device cpu]
 
-measures what LoRA adds to a decode step of the base model's linear layers (Llama-3-8B's shape, bf16, as CUDA graphs):
+measures what LoRA adds to the base model's linear layers (Llama-3-8B's shape, bf16, as CUDA graphs):
 
 decode_added_ms/ADAPTERS, decode_added_ms/mix3of8
     32 requests, rank 16; the step with adapters minus the step without (the baseline), both measured in turns, the median of
     the turns.
 decode_added_ms/ADAPTERS_rRANK, decode_added_ms/8_r5_one_r64
     Other ranks; rank 5, but 64 in o_proj.
+prefill_kernels_ms/8, prefill_kernels_ms/mix3of8
+    shrink and expand of 8 requests of 1,024 tokens, without the products; the baseline is what the base model does in the place
+    of expand, rotation and activation.
 host_preparation_ms/changed, host_preparation_ms/unchanged
     Host time of one `Pairs.update` for 256 requests with 3 adapters each, one request of which has changed (or none).
 
@@ -253,6 +256,37 @@ def decode_added(world: KernelWorld, bs: int, mixes: Mixes, turns: int = 3) -> t
     return statistics.median(after - before for before, after in times), statistics.median(before for before, _ in times)
 
 
+def prefill_kernels(world: KernelWorld, seg_lens: Sequence[int], mixes: Mixes, turns: int = 3) -> tuple[float, float]:
+    """Milliseconds of shrink and expand of a prefill, and of the rotation and activation that expand does on the way."""
+    tokens, device, dtype = sum(seg_lens), world.device, world.dtype
+    pairs = world.pairs(seg_lens, mixes, for_graphs=False)
+    operands = world.table, world.pool, pairs
+    xs = [torch.randn(tokens, layer.d_in, dtype=dtype, device=device) for layer in world.shape]
+    ys = [torch.randn(tokens, sum(layer.widths), dtype=dtype, device=device) for layer in world.shape]
+    head = HEADS[world.width]
+    rotation = Rotation(torch.arange(tokens, device=device), torch.rand(tokens, head, device=device), head)
+
+    def step() -> None:
+        for number in range(world.num_layers):
+            for layer, x, y in zip(world.shape, xs, ys, strict=True):
+                shrunk = shrink(x, *operands, number, layer.modules, layer.widths)
+                if layer.name == "qkv":
+                    expand_and_rotate(shrunk, y, *operands, layer.offsets, rotation)
+                elif layer.name == "gate_up":
+                    expand_and_activate(shrunk, y, *operands)
+                else:
+                    expand(shrunk, y, *operands, layer.offsets)
+
+    def base_step() -> None:
+        rotated = world.shape[0].offsets[2]
+        for _ in range(world.num_layers):
+            add_and_rotate(ys[0][:, :rotated], None, rotation, rotated)
+            add_and_activate(ys[2], None)
+
+    times = [[time_graph(run, repeats=3, rounds=3) for run in (step, base_step)] for _ in range(turns)]
+    return statistics.median(time[0] for time in times), statistics.median(time[1] for time in times)
+
+
 def host_preparation(world: KernelWorld, changes: bool, bs: int = 256, members: int = 3, calls: int = 300) -> list[float]:
     """Milliseconds on the host of each of `calls` updates; nothing waits for the device."""
     adapters = world.table.capacity - 1
@@ -268,9 +302,12 @@ def host_preparation(world: KernelWorld, changes: bool, bs: int = 256, members: 
     return times[calls // 10 :]
 
 
+PARTS = ("host", "added", "prefill")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("host", "added"), default=["host", "added"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, default=results.RESULTS)
     parser.add_argument("--layers", type=int, default=32, help="of the model; fewer for a quick look")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -285,6 +322,12 @@ def main() -> None:
         note = f"256 requests, 3 adapters each; {len(times)} updates, the slowest {max(times):.2g} ms"
         typical = statistics.median(times)
         report.add(results.record(f"host_preparation_ms/{name}", typical, "ms", limit="value <= 0.15", note=note))
+    seg_lens = [1024 if on_gpu else 40] * 8
+    for name, members in (("8", 1), ("mix3of8", 3)) if "prefill" in arguments.parts else ():
+        total, base = prefill_kernels(world, seg_lens, decode_mixes(8, 8, members))
+        baseline = ("rotation and activation alone", base)
+        note = f"8 requests of {seg_lens[0]:,} tokens, rank 16, {arguments.layers} layers, without the products"
+        report.add(results.record(f"prefill_kernels_ms/{name}", total, "ms", baseline=baseline, note=note))
     if "added" not in arguments.parts:
         return
 

@@ -8,8 +8,8 @@ time). The file is written after the base model's first measurement and after ev
 left out. 32 requests of 256 prompt tokens make 128 tokens each (decode); 8 requests of 1,024 prompt tokens make one (prefill); a
 request of 64, alone, makes one (short: what an agent's next turn waits for), ten times. A number
 is the median of three runs after one that warms up; the base model runs first and last. SGLang's own backends have a server
-for adapters of rank 16 and one, triton_v2_rank_64, for the others. Our host tier copies what is used a second
-time (``write_through_selective``): no prompt of these runs is. Results: ``kernels_<gpu>.json``.
+for adapters of rank 16 and one, triton_v2_rank_64, for the others; ours_apart is without `join_operations`. Our host tier copies
+what is used a second time (``write_through_selective``): no prompt of these runs is. Results: ``kernels_<gpu>.json``.
 
 With ``--prefill-graphs``: the base model, triton_v2 and ours with CUDA graphs for prefills too, and ours without, adapters of
 rank 16 alone; what has the graphs is compared with the base model that has them. Results: ``kernels_prefill_graphs_<gpu>.json``.
@@ -39,11 +39,12 @@ Mix = Mapping[str, float]
 Records = list[dict[str, Any]]
 RUNS = 3
 START_SECONDS = 240
-KINDS = {"prefill": (8, 1024, 1, 1), "decode": (32, 256, 128, 1), "short": (1, 64, 1, 10)}
+KINDS = {"prefill": (8, 1024, 1, 1), "short": (1, 64, 1, 10), "decode": (32, 256, 128, 1)}
 """Kind of case -> requests at once, prompt tokens and new tokens of each, times one after the other."""
-WITHOUT_GRAPHS = ("base", "csgmv", "triton_v2", "triton_v2_rank_64", "ours")
+WITHOUT_GRAPHS = ("base", "triton_v2", "triton_v2_rank_64", "ours", "ours_apart")
 WITH_GRAPHS = ("base_prefill_graphs", "triton_v2_prefill_graphs", "ours_prefill_graphs", "ours")
-SERVERS = tuple(dict.fromkeys((*WITHOUT_GRAPHS, *WITH_GRAPHS)))
+SERVERS = tuple(dict.fromkeys((*WITHOUT_GRAPHS, *WITH_GRAPHS, "csgmv")))
+APART = '{"join_operations": false}'
 _SEEDS = itertools.count()
 
 
@@ -70,8 +71,10 @@ class Case:
         rank_16 = all(name.startswith("r16_") for mix in self.mixes for name in mix)
         if server == "ours":
             return True
-        if server == "ours_prefill_graphs":
+        if server in ("ours_prefill_graphs", "ours_apart"):
             return rank_16
+        if server == "triton_v2_rank_64" and self.name in ("decode/8_r8", "decode/8_r32"):
+            return False  # it has room for rank 64, and the time of it, whatever the rank
         can_serve = all(len(mix) == 1 for mix in self.mixes) and rank_16 == (server != "triton_v2_rank_64")
         return can_serve and not server.startswith("base")
 
@@ -138,7 +141,7 @@ def make_servers(work: Path) -> dict[str, Server]:
     eager = ["--cuda-graph-backend-prefill", "disabled"]
     # Few sizes start faster; these are the batches' own: all requests at once, or the first alone and then the rest.
     graphs = ["--cuda-graph-backend-prefill", "breakable", "--chunked-prefill-size", "8192"]
-    graphs += ["--cuda-graph-bs-prefill", "256", "512", "1024", "2048", "4096", "7168", "7936", "8192"]
+    graphs += ["--cuda-graph-bs-prefill", "64", "256", "512", "1024", "2048", "4096", "7168", "7936", "8192"]
     paths = [f"r{rank}_{index}={work}/r{rank}_{index}" for rank, count in ADAPTERS.items() for index in range(count)]
     rank_16 = [path for path in paths if path.startswith("r16_")]
 
@@ -147,9 +150,10 @@ def make_servers(work: Path) -> dict[str, Server]:
         return [*small, "--enable-lora", *sizes, "--lora-target-modules", "all", "--lora-paths", *loaded]
 
     stock_16, stock_64 = stock(16, 32, rank_16), stock(64, 8, [path for path in paths if path not in rank_16[2:]])
-    ours = [*common, "--lora-tree", "--max-loras-per-batch", "32"]
+    ours = [*common, "--max-loras-per-batch", "32"]
     ours += ["--hicache-ratio", "1.1", "--hicache-write-policy", "write_through_selective"]
-    ours += ["--max-loaded-loras", "64"]
+    ours += ["--max-loaded-loras", "64", "--lora-tree"]
+    fewer = ["--max-total-tokens", "50000", "--lora-paths", *rank_16]
     return {
         "base": Server([*small, *eager], work / "base.log"),
         "base_prefill_graphs": Server([*small, *graphs], work / "base_prefill_graphs.log"),
@@ -158,9 +162,8 @@ def make_servers(work: Path) -> dict[str, Server]:
         "triton_v2_rank_64": Server([*stock_64, *eager, "--lora-backend", "triton_v2"], work / "triton_v2_rank_64.log"),
         "triton_v2_prefill_graphs": Server([*stock_16, *graphs, "--lora-backend", "triton_v2"], work / "triton_v2_graphs.log"),
         "ours": Server([*ours, *eager, "--max-total-tokens", "130000", "--lora-paths", *paths], work / "ours.log"),
-        "ours_prefill_graphs": Server(
-            [*ours, *graphs, "--max-total-tokens", "50000", "--lora-paths", *rank_16], work / "ours_graphs.log"
-        ),
+        "ours_apart": Server([*ours, APART, *eager, *fewer], work / "ours_apart.log"),
+        "ours_prefill_graphs": Server([*ours, *graphs, *fewer], work / "ours_graphs.log"),
     }
 
 

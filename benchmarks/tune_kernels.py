@@ -33,8 +33,11 @@ Variation = dict[str, Any]
 """Fields of a config and what they become."""
 
 DECODE_SHRINKS: list[Variation] = [
-    {"shrink_block_n": n, "shrink_block_k": k, "shrink_warps": 4, "shrink_stages": stages}
-    for n, k, stages in ((16, 128, 5), (16, 128, 8), (16, 256, 4), (32, 128, 5), (32, 64, 8))
+    {"shrink_block_n": n, "shrink_block_k": k, "shrink_workers": workers, "shrink_warps": 4, "shrink_stages": stages}
+    for n, k, workers, stages in (
+        (16, 128, 32, 8), (16, 128, 16, 8), (16, 128, 64, 8), (16, 128, 32, 5), (16, 64, 64, 6),
+        (32, 128, 32, 4), (32, 128, 32, 8), (64, 128, 16, 5), (64, 128, 16, 8),
+    )
 ]
 DECODE_EXPANDS: list[Variation] = [
     {"expand_block_d": d, "expand_items": items, "expand_warps": 4, "expand_stages": stages}
@@ -46,7 +49,7 @@ PREFILL_SHRINKS: list[Variation] = [
 ]
 PREFILL_EXPANDS: list[Variation] = [
     {"expand_block_d": d, "expand_items": items, "expand_warps": 4, "expand_stages": stages}
-    for d, items, stages in ((128, 1, 1), (64, 1, 1), (64, 1, 3), (64, 2, 1))
+    for d, items, stages in ((64, 1, 2), (64, 1, 1), (64, 1, 3), (128, 1, 2), (32, 1, 2))
 ]
 
 Cost = Callable[[Config], float]

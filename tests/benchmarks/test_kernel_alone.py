@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from background import Background, in_background, run_command
 
 from benchmarks import kernel_alone
 from benchmarks.kernel_alone import RANK, Report, check, distinct_mixes
@@ -70,17 +71,16 @@ def test_copy_and_sgmv_compute_what_ours_does(monkeypatch):
     assert check(world, both(merged.copy, merged.sgmv()), ours(world, mixes), 3) < 1e-5
 
 
+def run_triton_part(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "sgmv_compute", __file__]
+    return run_command(command, 280, {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+
+
 @pytest.mark.skipif(INTERPRETED, reason="it starts the interpreter")
 @pytest.mark.timeout(300)
-def test_the_triton_part_under_the_interpreter():
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "sgmv_compute", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=Path(__file__).parents[2],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+@in_background(run_triton_part)
+def test_the_triton_part_under_the_interpreter(background: Background):
+    run = background.result(run_triton_part)
     assert run.returncode == 0 and "1 passed" in run.stdout, run.stdout[-4000:]
 
 

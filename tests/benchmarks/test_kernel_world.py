@@ -19,7 +19,8 @@ def test_the_command_writes_every_record(tmp_path, monkeypatch):
     records = json.loads((tmp_path / "decode_added_cpu.json").read_text())
     names = ["1", "8", "32", "mix3of8", *(f"{adapters}_r{rank}" for rank in (1, 4, 8, 64) for adapters in (8, 32))]
     names += ["8_r5", "8_r5_one_r64"]
-    wanted = ["host_preparation_ms/changed", "host_preparation_ms/unchanged", *(f"decode_added_ms/{name}" for name in names)]
+    wanted = ["host_preparation_ms/changed", "host_preparation_ms/unchanged"]
+    wanted += ["prefill_kernels_ms/8", "prefill_kernels_ms/mix3of8", *(f"decode_added_ms/{name}" for name in names)]
     assert [record["metric"] for record in records] == wanted
     assert records[0]["value"] > 2 * records[1]["value"], "a changed batch was taken for an unchanged one"
 

@@ -40,7 +40,7 @@ def run(monkeypatch, tmp_path, names, failing=()):
 def test_the_base_rate_is_written_first_and_then_every_case(monkeypatch, tmp_path):
     written = run(monkeypatch, tmp_path, kernels.WITHOUT_GRAPHS)
     assert written[0] == ["prefill_rate/base"]
-    assert {"prefill_vs_base/8", "prefill_vs_base/8/triton_v2", "prefill_vs_base/8/csgmv"} <= set(written[1])
+    assert {"prefill_vs_base/8", "prefill_vs_base/8/triton_v2", "prefill_vs_base/8/ours_apart"} <= set(written[1])
     assert {"decode_vs_base/1", "short_vs_base/1"} <= set(written[-1])
     of_rank_64 = [metric for metric in written[-1] if "8_r64" in metric]
     assert of_rank_64 == ["decode_vs_base/8_r64/triton_v2_rank_64", "decode_vs_base/8_r64"]
