@@ -8,6 +8,6 @@ model and SGLang's backends), ``kernel_world`` (what LoRA adds to a decode step)
 ``swap_in``, ``tune_kernels``; of compression ``fleet`` (time, against ``fleet_baselines``), ``fleet_serving``, ``fleet_quality``
 (scores; on a CPU too), ``fleet_in_vllm`` (on a CPU).
 On a CPU: ``tree`` (over ``tree_systems``, on ``trace``), ``scheduler`` (the loop's cost); simulated: ``policies`` (``simulator``,
-``workloads``, ``oracle``, ``policies_report``), ``queue_orders``.
+``advice``, ``workloads``, ``oracle``, ``policies_report``), ``queue_orders``.
 Shared: ``results``, ``server``, ``llama8b`` (model and adapters), ``standalone_cache`` (the tree without a server).
 """

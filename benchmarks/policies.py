@@ -1,15 +1,16 @@
 """Retention policies side by side: hit rates, bytes moved and time to first token, in the simulator (``benchmarks.simulator``).
 
 What is compared, how scarce memory is, the rates and every cost are in ``workloads.json``, fixed before the first run.
-Five parts:
+Six parts:
 
 * rates: the main policies over ten rates, both pool sizes, three workloads;
 * adapters: the main policies over numbers of adapters and ways to spread them;
 * all: every policy, and Belady's rule as a bound, at one rate;
 * no_plans: Eval without the advisor, at one rate;
-* sensitivity: what Eval's parameters do, at one rate.
+* sensitivity: what Eval's parameters do, at one rate;
+* loops: when copies of adapters may start, and who waits for them, at one rate (``benchmarks.simulator``).
 
-Run: ``python -m benchmarks.policies`` (380 runs, about a quarter of an hour on one core; ``--part NAME`` for one). Each part
+Run: ``python -m benchmarks.policies`` (543 runs, about twenty minutes on one core; ``--part NAME`` for one). Each part
 leaves its runs in ``results/policies/``; all that are there go into results/policies_sim.json and docs/policies.png.
 """
 
@@ -20,8 +21,9 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ import torch
 
 from benchmarks import results
 from benchmarks.oracle import make_oracle
-from benchmarks.simulator import ADAPTER_SLOTS, Outcome, Simulator
+from benchmarks.simulator import ADAPTER_SLOTS, LOOPS, Outcome, Simulator
 from benchmarks.workloads import CONSTANTS, Workload, build
 from sglang_lora_tree.radix.identity import adapter_identity
 
@@ -59,15 +61,22 @@ class Case:
     parameters: tuple[tuple[str, Any], ...] = ()
     plan_period: float | None = CONSTANTS["plan_period_s"]
     """None: no plan ever comes."""
+    loop: str = "synchronous"
+    seed: int = 0
+    """Of the workload's draws."""
+    swap_in_below: float | None = None
+    """None: nothing comes in unasked."""
 
     def is_of(self, run: dict[str, Any]) -> bool:
         """Whether ``run`` is this case's outcome."""
-        wanted = json.loads(json.dumps(self.__dict__))
-        return all(run.get(name) == value for name, value in wanted.items())
+        # A run that is older than a field was played as the field's default has it.
+        older = {each.name: each.default for each in fields(self) if each.default is not MISSING}
+        wanted, older = json.loads(json.dumps([self.__dict__, older]))
+        return all({**older, **run}.get(name) == value for name, value in wanted.items())
 
     def run(self) -> dict[str, Any]:
         """Play it; the outcome as plain numbers."""
-        workload, top, working_set = _workload(self.workload, self.adapters, self.spread)
+        workload, top, working_set = _workload(self.workload, self.adapters, self.spread, self.seed)
         jobs = workload.at_rate(top * self.rate_share)
         pool = int(working_set * self.pool_share)
         name = self.policy.removesuffix("+")
@@ -81,6 +90,8 @@ class Case:
             parameters=dict(self.parameters),
             plan_period=self.plan_period,
             look_ahead=self.policy.endswith("+"),
+            loop=self.loop,
+            swap_in_below=self.swap_in_below,
         )
         return {**self.__dict__, "rate": top * self.rate_share, "pool_slots": pool, **_summary(simulator.run(jobs))}
 
@@ -98,16 +109,20 @@ def _summary(outcome: Outcome) -> dict[str, float]:
         "kv_hit_rate": outcome.kv_hit_rate,
         "gpu_kv_hit_rate": outcome.gpu_kv_hit_rate,
         "adapter_hit_rate": outcome.adapter_hit_rate,
+        "adapter_host_hit_rate": outcome.adapter_host_hits / max(outcome.adapter_uses, 1),
         "adapter_reads": outcome.adapter_reads,
         "loaded_gb": outcome.loaded_bytes / 1e9,
+        "swap_ins": outcome.swap_ins,
+        "swap_ins_used": outcome.swap_ins_used,
+        "has_room": statistics.fmean(outcome.has_room) if outcome.has_room else 0.0,
         "near_low_lora": statistics.fmean(outcome.near_low_lora) if outcome.near_low_lora else 0.0,
         "above_low_lora": statistics.fmean(outcome.above_low_lora) if outcome.above_low_lora else 0.0,
     }
 
 
 @lru_cache(maxsize=2)
-def _workload(name: str, adapters: int, spread: str) -> tuple[Workload, float, int]:
-    workload = build(name, adapters, spread, CONSTANTS["num_jobs"][name])
+def _workload(name: str, adapters: int, spread: str, seed: int) -> tuple[Workload, float, int]:
+    workload = build(name, adapters, spread, CONSTANTS["num_jobs"][name], seed)
     top = workload.capacity() * CONSTANTS["top_rate_over_capacity"]
     slots = workload.working_set(top, CONSTANTS["window_s"]) + ADAPTER_SLOTS * int(workload.counts["adapters used"])
     print(f"{name}, {adapters} adapters, {spread}: {workload.counts}; top rate {top:.2f}/s, working set {slots} slots")
@@ -150,8 +165,8 @@ def sensitivity() -> Iterator[Case]:
     for workload in _DESIGN["sensitivity_workloads"]:
         for name, values in _DESIGN["sensitivity"].items():
             for value in values:
-                changes = {"plan_period": value} if name == "plan_period" else {"parameters": ((name, value),)}
-                yield _usual(workload, "eval", **changes)
+                of_case = name in ("plan_period", "swap_in_below")
+                yield _usual(workload, "eval", **({name: value} if of_case else {"parameters": ((name, value),)}))
 
 
 def no_plans() -> Iterator[Case]:
@@ -160,12 +175,21 @@ def no_plans() -> Iterator[Case]:
         yield _usual(workload, "eval", plan_period=None)
 
 
+def loops() -> Iterator[Case]:
+    """Several draws of each workload: near capacity one draw differs from another by more than what is asked for."""
+    cases = product(_DESIGN["loops"]["seeds"], _DESIGN["loops"]["adapters_and_spreads"], WORKLOADS, LOOPS)
+    for seed, (number, spread), workload, loop in cases:
+        share = CONSTANTS["pool_shares"][0]
+        yield Case(workload, number, spread, share, _DESIGN["rate"], "reuse+", loop=loop, seed=seed)
+
+
 PARTS: dict[str, Callable[[], Iterator[Case]]] = {
     "all": all_policies,
     "no_plans": no_plans,
     "rates": rates,
     "sensitivity": sensitivity,
     "adapters": adapters,
+    "loops": loops,
 }
 
 
@@ -180,8 +204,8 @@ def run_part(name: str) -> None:
         runs.append(case.run())
         last = runs[-1]
         print(
-            f"  {case.policy:<22}{dict(case.parameters) or ''} pool {case.pool_share:g} rate {case.rate_share:g}: "
-            f"TTFT {1e3 * last['ttft_mean_s']:.0f} ms, "
+            f"  {case.policy:<22}{dict(case.parameters) or ''} {case.loop} pool {case.pool_share:g} rate {case.rate_share:g}: "
+            f"TTFT {1e3 * last['ttft_mean_s']:.1f} ms, P50 {1e3 * last['ttft_p50_s']:.1f}, P99 {1e3 * last['ttft_p99_s']:.0f}, "
             f"hits: KV {last['kv_hit_rate']:.3f}, adapters {last['adapter_hit_rate']:.3f}",
             flush=True,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def write_report(parts: dict[str, list[Run]], docs: Path) -> None:
     """Write results/policies_sim.json and docs/policies.png."""
     records = [*_headline(parts), *_of_rates(parts.get("rates", [])), *_of_all(parts.get("all", []))]
     records += [*_of_no_plans(parts), *_of_adapters(parts.get("adapters", [])), *_of_sensitivity(parts)]
+    records += _of_loops(parts.get("loops", []))
     path = results.write("policies", "sim", records)
     print(results.table(records))
     print(f"{path}, {_plot(parts, docs)}")
@@ -132,14 +134,46 @@ def _of_sensitivity(parts: dict[str, list[Run]]) -> Iterable[dict[str, Any]]:
     bases = {run["workload"]: run for run in parts.get("all", []) if run["policy"] == "eval"}
     for run in parts.get("sensitivity", []):
         base = bases.get(run["workload"])
-        name, value = run["parameters"][0] if run["parameters"] else ("plan_period", run["plan_period"])
+        note = f"hits: KV {run['kv_hit_rate']:.3f}, adapters {run['adapter_hit_rate']:.3f}"
+        if run["parameters"]:
+            name, value = run["parameters"][0]
+        elif run.get("swap_in_below") is not None:
+            name, value = "swap_in_below", run["swap_in_below"]
+            note += f"; {run['swap_ins']} nodes came in unasked, {run['swap_ins_used']} of them were used within the grace time; "
+            note += f"below the threshold were {run['has_room']:.4f} of the plans"
+        else:
+            name, value = "plan_period", run["plan_period"]
         yield results.record(
             f"eval_ttft/{run['workload']}/{name}/{value}",
             1e3 * run["ttft_mean_s"],
             "ms",
             baseline=None if base is None else ("eval with its defaults", 1e3 * base["ttft_mean_s"]),
-            note=f"hits: KV {run['kv_hit_rate']:.3f}, adapters {run['adapter_hit_rate']:.3f}",
+            note=note,
         )
+
+
+def _of_loops(runs: list[Run]) -> Iterable[dict[str, Any]]:
+    def of(workload: str, adapters: int, loop: str) -> list[Run]:
+        wanted = (workload, adapters, loop)
+        return sorted((run for run in runs if (run["workload"], run["adapters"], run["loop"]) == wanted), key=itemgetter("seed"))
+
+    for workload, adapters, loop in dict.fromkeys((run["workload"], run["adapters"], run["loop"]) for run in runs):
+        of_case, fenced = of(workload, adapters, loop), of(workload, adapters, "fenced")
+        on_gpu, on_host = (
+            statistics.fmean(run[key] for run in of_case) for key in ("adapter_hit_rate", "adapter_host_hit_rate")
+        )
+        for name in ("p50", "p99", "mean"):
+            values, beside = ([1e3 * run[f"ttft_{name}_s"] for run in each] for each in (of_case, fenced))
+            more = [value - other for value, other in zip(values, beside, strict=True)]
+            yield results.record(
+                f"loops/{workload}/{adapters}/{loop}/ttft_{name}",
+                statistics.fmean(values),
+                "ms",
+                baseline=("fenced", statistics.fmean(beside)),
+                note=f"mean over {len(values)} draws, from {min(values):.1f} to {max(values):.1f}; over fenced, draw by draw: "
+                f"{min(more):+.1f} to {max(more):+.1f}; adapters at the first look: {on_gpu:.3f} on the GPU, "
+                f"{on_host:.3f} in host memory only",
+            )
 
 
 def _plot(parts: dict[str, list[Run]], docs: Path) -> Path:

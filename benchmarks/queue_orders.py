@@ -18,11 +18,13 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from benchmarks import results
 from sglang_lora_tree.config import Settings
+from sglang_lora_tree.scheduling import waiting_queue
 from sglang_lora_tree.scheduling.advisor import VISIT_WINDOW
 from sglang_lora_tree.scheduling.mirror import Mirror
 from sglang_lora_tree.scheduling.orders import Situation
@@ -345,6 +347,10 @@ def main() -> None:
         print(name, {key: round(value, 3) for key, value in row.items()})
         for share in ("p50", "p99"):
             records.append(results.record(f"{name}/ttft_{share}_s", row[share], "s", note=note))
+        records.append(results.record(f"{name}/ttft_mean_s", row["mean"], "s", note=note))
+        records.append(
+            results.record(f"{name}/copies", row["loads"], "", note=f"adapters copied to the GPU, per request; {note}")
+        )
 
     for load in (0.8, 0.95, 1.1):
         loads = traces(load, 2.0)
@@ -353,6 +359,10 @@ def main() -> None:
         for theta in THETAS:
             label = "off" if theta == OFF else f"{theta:g}"
             keep(f"lag/theta{label}/load{load}", run_all(loads, queue_order="lag", theta_seconds=theta), "gamma arrivals, cv 2")
+    for window in (8, 16, 64):
+        with mock.patch.object(waiting_queue, "SMALL_WINDOW", window):
+            row = run_all(traces(0.95, 2.0))
+        keep(f"window/{window}/load0.95", row, "requests that a pass looks at while only age decides; default theta")
     for load, cv in ((0.8, 1.0), (0.95, 1.0), (1.1, 1.0), (1.3, 1.0), (0.9, 4.0), (0.9, 8.0)):
         loads = traces(load, cv)
         for name, chosen in (
@@ -388,7 +398,6 @@ def main() -> None:
             row = run_all(loads, parts, theta_seconds=theta)
             key = f"advisor/{advice}/theta{label}/{name}"
             keep(key, row, "what of plans is carried out; burst: 2,000 requests at once")
-            records.append(results.record(f"{key}/copies", row["loads"], "", note="adapters copied to the GPU, per request"))
             records.append(results.record(f"{key}/found", row["found"], "", note=FOUND))
             records.append(results.record(f"{key}/throughput", row["throughput"], "1/s", note="requests served"))
     print(results.write("queue", "sim", records))

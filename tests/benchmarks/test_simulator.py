@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.oracle import make_oracle
+from benchmarks.policies import Case
 from benchmarks.policies_report import ratios
-from benchmarks.simulator import ADAPTER_SLOTS, COSTS, Simulator
+from benchmarks.simulator import ADAPTER_SLOTS, BYTES_PER_SLOT, COSTS, LOOPS, Simulator
 from benchmarks.workloads import CONSTANTS, TOKENS_PER_SLOT, Job, Workload
 from sglang_lora_tree.radix.identity import adapter_identity
+
+COPY = ADAPTER_SLOTS * BYTES_PER_SLOT / COSTS["host_to_device_bytes_per_s"]
+"""Seconds of an adapter's."""
 
 
 def jobs_of_turns(num_conversations: int = 12, turns: int = 3, adapters: int = 4) -> list[Job]:
@@ -62,6 +67,53 @@ def test_a_lone_request_takes_what_its_parts_take():
     wanted = bytes_of_adapter / COSTS["disk_bytes_per_s"] + bytes_of_adapter / COSTS["host_to_device_bytes_per_s"]
     wanted += tokens / COSTS["prefill_tokens_per_s"]
     assert outcome.ttft == [pytest.approx(wanted, rel=1e-6)]
+
+
+def ttft_of_newcomer(loop: str, *, beside_another: bool, prompt_slots: int = 10) -> float:
+    """Of a request whose adapter is on disk only; ``beside_another``: while another request decodes."""
+    simulator = Simulator("lru", 10_000, 20_000, 2, loop=loop)
+    newcomer = Job(1.0, 1, array("q", range(prompt_slots)), 1)
+    other = [Job(0.0, 0, array("q", range(5_000, 5_010)), 500)]
+    return simulator.run([*other, newcomer] if beside_another else [newcomer]).ttft[-1]
+
+
+def test_the_fence_costs_a_step_beside_running_requests_and_waiting_in_the_prefill_saves_two():
+    step = COSTS["decode_step_s"]
+    loops = ("fenced", "unfenced", "by_layer", "by_batch")
+    fenced, unfenced, by_layer, by_batch = (ttft_of_newcomer(loop, beside_another=True) for loop in loops)
+    assert fenced - unfenced == pytest.approx(step)
+    assert fenced - by_layer == pytest.approx(2 * step + COPY), "by a copy, too: the other request began earlier by that"
+    assert fenced - by_batch == pytest.approx(2 * step - COPY), "the prefill begins later by a copy"
+
+
+def test_on_an_idle_gpu_there_is_nothing_to_be_fenced_from():
+    alone = {loop: ttft_of_newcomer(loop, beside_another=False) for loop in LOOPS}
+    assert alone["fenced"] == alone["unfenced"] == alone["synchronous"] == alone["by_batch"]
+    assert alone["fenced"] - alone["by_layer"] == pytest.approx(COPY), "the prefill takes longer than the copy"
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_every_loop_serves_every_request_and_accounts_for_every_slot(loop: str):
+    jobs = jobs_of_turns()
+    simulator = play("lru", 150, jobs, loop=loop)
+    assert len(simulator.outcome.ttft) == len(jobs) - int(len(jobs) * CONSTANTS["warm_up_share"])
+    assert simulator.cache.num_free_slots + simulator.cache.evictable_size() == 150
+    simulator.core.check_invariants()
+
+
+def test_nodes_come_in_unasked_only_below_the_threshold():
+    jobs = jobs_of_turns(num_conversations=20)
+    without, never, always = (Simulator("eval", 150, 600, 4, swap_in_below=threshold).run(jobs) for threshold in (None, 0.0, 1.0))
+    assert never.swap_ins == 0 and not any(never.has_room) and never.ttft == without.ttft
+    assert always.swap_ins > 0 and any(always.has_room)
+    assert always.loaded_bytes > never.loaded_bytes and len(always.ttft) == len(without.ttft)
+
+
+def test_a_run_that_is_older_than_a_field_is_one_of_its_default():
+    case = Case("azure", 100, "skewed", 0.25, 0.5, "lru")
+    run = {"workload": "azure", "adapters": 100, "spread": "skewed", "pool_share": 0.25, "rate_share": 0.5, "policy": "lru"}
+    assert case.is_of(run) and case.is_of({**run, "loop": "synchronous"})
+    assert not case.is_of({**run, "loop": "fenced"}) and not replace(case, loop="fenced").is_of(run)
 
 
 def test_the_oracle_loses_to_nobody():
