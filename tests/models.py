@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -75,6 +77,9 @@ class Oracle:
         self, model: Path, adapters: Mapping[str, Path], device: str = "cpu", dtype: torch.dtype = torch.float32
     ) -> None:
         base = LlamaForCausalLM.from_pretrained(model, torch_dtype=dtype).to(device)
+        for module in base.modules():
+            if isinstance(module, LlamaRMSNorm):
+                module.forward = partial(_normalize, module)
         self.device = device
         names = iter(adapters.items())
         first, path = next(names)
@@ -128,6 +133,13 @@ class Oracle:
             logprobs.append(float(distribution[token]))
             ids = torch.tensor([[token]], device=self.device)
         return new, logprobs
+
+
+def _normalize(norm: LlamaRMSNorm, hidden: torch.Tensor) -> torch.Tensor:
+    """What transformers' norm does, in float64 too: it rounds to float32 on the way, so that no float64 model is one."""
+    if hidden.dtype is not torch.float64:
+        return LlamaRMSNorm.forward(norm, hidden)
+    return torch.nn.functional.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
 def _is_plain(config: LoraConfig) -> bool:

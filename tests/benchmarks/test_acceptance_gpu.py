@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from background import Background, in_background, run_command
 from transformers import LlamaForCausalLM
 
 from benchmarks import acceptance_gpu, acceptance_small
@@ -18,7 +19,6 @@ from benchmarks.acceptance_gpu import LOADS_POOL, MANY_ADAPTERS, MANY_MIXES, pus
 from benchmarks.acceptance_small import SMALL_ADAPTERS, SMALL_POOL, TIE, judge, make_small
 from tests.models import Oracle
 
-ROOT = Path(__file__).resolve().parents[2]
 MIX = {"b": 0.5, "d": -0.25}
 
 
@@ -94,8 +94,13 @@ def test_a_copy_without_a_clock_is_a_record_too() -> None:
     assert record["metric"] == "swap_in_seconds/x" and "2000.0 MB" in record["note"] and "20.0 GB/s" in record["note"]
 
 
+def run_failing_phase(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.acceptance_gpu", "--phases", "bf16", "--out", str(folder / "new")]
+    return run_command(command, 200)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
-def test_a_phase_that_fails_is_an_exit_code(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.acceptance_gpu", "--phases", "bf16", "--out", str(tmp_path / "new")]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+@in_background(run_failing_phase)
+def test_a_phase_that_fails_is_an_exit_code(background: Background) -> None:
+    result = background.result(run_failing_phase)
     assert result.returncode == 1 and "bf16 failed" in result.stdout

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from interpreter import run_interpreted
+from background import Background, in_background
+from interpreter import assert_passed, run_interpreted
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -17,10 +19,15 @@ compiled_or_interpreted = pytest.mark.skipif(
 )
 
 
+def run_jacobi_tests(folder: Path) -> subprocess.CompletedProcess[str]:
+    return run_interpreted(Path(__file__))
+
+
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="the tests themselves run here")
 @pytest.mark.timeout(600)  # about 40 s on an idle core
-def test_under_the_interpreter():
-    run_interpreted(Path(__file__))
+@in_background(run_jacobi_tests)
+def test_under_the_interpreter(background: Background):
+    assert_passed(background.result(run_jacobi_tests))
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

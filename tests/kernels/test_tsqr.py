@@ -6,11 +6,13 @@ Without a GPU this file runs itself once more with TRITON_INTERPRET=1, which Tri
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from interpreter import run_interpreted
+from background import Background, in_background
+from interpreter import assert_passed, run_interpreted
 
 from sglang_lora_tree.kernels import tsqr_reference
 from sglang_lora_tree.kernels.tall_batch import TallBatch, pad_rank
@@ -33,10 +35,15 @@ def batch_of(wide: bool, dtype: torch.dtype = torch.float32, shapes=SHAPES) -> T
     return TallBatch.of(matrices if wide else [matrix.T.contiguous() for matrix in matrices], wide=wide)
 
 
+def run_tsqr_tests(folder: Path) -> subprocess.CompletedProcess[str]:
+    return run_interpreted(Path(__file__))
+
+
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="the tests themselves run here")
 @pytest.mark.timeout(600)  # about 60 s on an idle core
-def test_under_the_interpreter():
-    run_interpreted(Path(__file__))
+@in_background(run_tsqr_tests)
+def test_under_the_interpreter(background: Background):
+    assert_passed(background.result(run_tsqr_tests))
 
 
 @compiled_or_interpreted

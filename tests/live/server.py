@@ -14,6 +14,8 @@ import requests
 from benchmarks.server import LAUNCH, ServerProcess
 
 REQUEST_SECONDS = 300
+QUICK_STOP = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+"""Else SGLang takes the end of its scheduler for a crash, and waits five seconds before it looks for one to examine."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Server(ServerProcess):
     def __init__(
         self, log: Path, arguments: Sequence[str], environment: Mapping[str, str] | None = None, command: Sequence[str] = LAUNCH
     ) -> None:
-        super().__init__(arguments, log, environment, command)
+        super().__init__(arguments, log, {**QUICK_STOP, **(environment or {})}, command)
         self.start()
 
     # ---- Requests ----
@@ -91,7 +93,7 @@ class Server(ServerProcess):
 
     def flush(self) -> None:
         """Empty the cache; SGLang refuses while something runs, so wait for that."""
-        wait_until(lambda: self.post("/flush_cache").status_code == 200, 60, "the server is never idle")
+        wait_until(lambda: self.post("/flush_cache").status_code == 200, 60, lambda: f"the server is never idle: {self.tree()}")
 
     # ---- What must hold when nothing runs ----
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +146,23 @@ def test_pinned_adapters_stay(live: Live, others: dict[str, Path]) -> None:
     server.check_at_rest()
 
 
-# ---- Orders and overload, on servers of their own ----
+# ---- Orders and overload, on servers of their own that start side by side ----
+
+FEW: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "overload": (
+        {"ttft_slo_seconds": SLO, "fairness": True},
+        ["--enable-priority-scheduling", "--max-running-requests", "2"],
+    ),
+    # The drainer is asked only while there is room for another request, and says nothing above that level.
+    "lpm": (
+        {"theta_seconds": 1e6},
+        [
+            "--schedule-policy", "lpm", "--max-loras-per-batch", "2", "--lora-drain-wait-threshold", "0.3",
+            "--max-running-requests", "4", "--log-level", "debug",
+        ],
+    ),
+}  # fmt: skip
+"""Settings and arguments of servers that run few requests at a time."""
 
 
 class Clients:
@@ -179,47 +195,47 @@ class Clients:
             judge.check(prompt, answer, {name: 1.0}, num_new)
 
 
-@contextmanager
-def serve_few(model: Path, adapters: dict[str, Path], log: Path, settings: dict[str, Any], *arguments: str) -> Iterator[Server]:
-    """A server that runs few requests at a time."""
+@pytest.fixture(scope="module")
+def few(llama: Path, five: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+    """The servers of ``FEW``; one that is not asked sleeps."""
     if torch.cuda.is_available():
-        pytest.skip("this server is that of the CPU platform")
-    paths = [f"{name}={path}" for name, path in adapters.items()]
-    options = ["--model-path", str(model), "--skip-tokenizer-init", "--dtype", "float32", "--max-total-tokens", "3000"]
-    options += ["--hicache-ratio", "2", *arguments]
-    options += ["--lora-tree", json.dumps({"verify_invariants": True, **settings}), "--lora-paths", *paths]
-    server = Server(Path(os.environ.get("LORA_TREE_LOGS", str(log.parent))) / log.name, options, {"OMP_NUM_THREADS": "1"})
-    try:
-        server.wait()
-        yield server
-    finally:
-        server.stop()
+        pytest.skip("these servers are those of the CPU platform")
+    folder = Path(os.environ.get("LORA_TREE_LOGS", tmp_path_factory.mktemp("few")))
+    paths = [f"{name}={path}" for name, path in five.items()]
+    with ExitStack() as stack:
+        servers = {}
+        for name, (settings, arguments) in FEW.items():
+            if servers:
+                time.sleep(4)  # each looks at the free memory while it starts
+            options = ["--model-path", str(llama), "--skip-tokenizer-init", "--dtype", "float32", "--max-total-tokens", "3000"]
+            options += ["--hicache-ratio", "2", *arguments]
+            options += ["--lora-tree", json.dumps({"verify_invariants": True, **settings}), "--lora-paths", *paths]
+            servers[name] = Server(folder / f"{name}.log", options, {"OMP_NUM_THREADS": "1"})
+            stack.callback(servers[name].stop)
+        for server in servers.values():
+            server.wait()
+        yield servers
 
 
-def test_overload_fairness_and_priorities(llama: Path, five: dict[str, Path], small_judge: Judge, tmp_path: Path) -> None:
+def test_overload_fairness_and_priorities(few: dict[str, Server], five: dict[str, Path], small_judge: Judge) -> None:
     """A server with an SLO, fairness and priorities: who would be late gets a 503 that says when to come back, a priority
     overtakes, and an adapter with few requests is not behind one with many."""
-    settings = {"ttft_slo_seconds": SLO, "fairness": True}
-    arguments = ["--enable-priority-scheduling", "--max-running-requests", "2"]
-    names = sorted(five)
-    many, few = names[:2]
-    with (
-        serve_few(llama, five, tmp_path / "overload.log", settings, *arguments) as server,
-        ThreadPoolExecutor(64) as pool,
-    ):
-        clients = Clients(server)
-        clients.warm_up(many, few)
+    names, server = sorted(five), few["overload"]
+    frequent, rare = names[:2]
+    clients = Clients(server)
+    with ThreadPoolExecutor(64) as pool:
+        clients.warm_up(frequent, rare)
         # Priorities: one that comes last, and is served before most of those that wait.
-        low = [pool.submit(clients.ask, "low", many, 48, seed) for seed in range(8)]
+        low = [pool.submit(clients.ask, "low", frequent, 48, seed) for seed in range(8)]
         time.sleep(0.3)
-        high = pool.submit(clients.ask, "high", many, 24, 100, priority=5)
+        high = pool.submit(clients.ask, "high", frequent, 24, 100, priority=5)
         assert [future.result().status_code for future in (*low, high)] == [200] * 9
         assert clients.places("high")[0] <= 5, clients.finished
         # Fairness: three that come after twelve of another adapter.
         clients.finished.clear()
-        crowd = [pool.submit(clients.ask, "many", many, 24, seed) for seed in range(12)]
+        crowd = [pool.submit(clients.ask, "many", frequent, 24, seed) for seed in range(12)]
         time.sleep(0.3)
-        guests = [pool.submit(clients.ask, "few", few, 16, 200 + seed) for seed in range(3)]
+        guests = [pool.submit(clients.ask, "few", rare, 16, 200 + seed) for seed in range(3)]
         assert {future.result().status_code for future in (*crowd, *guests)} == {200}
         assert clients.places("few")[-1] < 12, clients.finished
         # Overload: more than can be served in time.
@@ -230,24 +246,19 @@ def test_overload_fairness_and_priorities(llama: Path, five: dict[str, Path], sm
         for answer in refused:
             assert answer.status_code == 503 and "overloaded" in answer.text, answer.text
             assert 1 <= int(answer.headers["Retry-After"]) <= 60
-        assert clients.ask("after", few, 4, 1).status_code == 200
+        assert clients.ask("after", rare, 4, 1).status_code == 200
         assert server.tree()["plans"]["refused"] >= len(refused)
         server.check_at_rest()
     clients.check(small_judge)
 
 
-def test_longest_prefix_first_and_the_drainer(llama: Path, five: dict[str, Path], small_judge: Judge, tmp_path: Path) -> None:
+def test_longest_prefix_first_and_the_drainer(few: dict[str, Server], five: dict[str, Path], small_judge: Judge) -> None:
     """SGLang's ``--schedule-policy lpm`` decides among requests that LAG holds equal, and its drainer makes room for an adapter
     that waits behind two others (theta is off)."""
-    arguments = ["--schedule-policy", "lpm", "--max-loras-per-batch", "2", "--lora-drain-wait-threshold", "0.3"]
-    # The drainer is asked only while there is room for another request, and says nothing above that level.
-    arguments += ["--max-running-requests", "4", "--log-level", "debug"]
     first, second, third = sorted(five)[:3]
-    with (
-        serve_few(llama, five, tmp_path / "lpm.log", {"theta_seconds": 1e6}, *arguments) as server,
-        ThreadPoolExecutor(64) as pool,
-    ):
-        clients = Clients(server)
+    server = few["lpm"]
+    clients = Clients(server)
+    with ThreadPoolExecutor(64) as pool:
         clients.warm_up(first, second, third)
         # Five whose prompts are known but for their ends come after five unknown ones.
         (stem,) = random_prompts(1, 36, 320, 300)

@@ -8,20 +8,29 @@ import sys
 from pathlib import Path
 
 import pytest
+from background import Background, in_background, run_command
 
 from .conftest import EMBEDDED
 
 CALL = re.compile(r"^ *(\d+)  (\S.{20}) +(\d+) +(\d+) +[\d,]+ ms   (.+)$", re.MULTILINE)
 
 
+def run_demo(folder: Path) -> tuple[subprocess.CompletedProcess[str], bytes, str]:
+    """Its output, the picture, the server's log."""
+    result = run_command([sys.executable, str(EMBEDDED.parent / "demo.py"), "--out", str(folder)], 460)
+    log = (folder / "server.log").read_text(errors="replace")
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result, (folder / "tree.png").read_bytes(), log
+
+
 @pytest.mark.timeout(480)  # about 40 s on an idle machine
-def test_demo(tmp_path: Path) -> None:
+@in_background(run_demo)
+def test_demo(background: Background) -> None:
     """Twelve calls or more; whoever comes back finds history KV; something is on the GPU and something in host memory only;
     a picture; invalid KV 0; no process left."""
-    command = [sys.executable, str(EMBEDDED.parent / "demo.py"), "--out", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=460, stdin=subprocess.DEVNULL)
+    result, picture, log = background.result(run_demo)
     out = result.stdout
-    assert result.returncode == 0 and not result.stderr, out + result.stderr
+    assert not result.stderr, out + result.stderr
     calls = CALL.findall(out)
     assert len(calls) >= 12 and [int(call[0]) for call in calls] == list(range(1, len(calls) + 1)), out
     seen: set[str] = set()
@@ -35,5 +44,5 @@ def test_demo(tmp_path: Path) -> None:
     for part in ("virtual root", "adapter math", "├─ mix ", "math:0.7", "json:0.3", "KV ", "[GPU+host]", "[host]"):
         assert part in out, f"{part} is not shown\n{out}"
     assert out.endswith("invalid KV: 0\n"), out
-    assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
-    assert "Traceback" not in (tmp_path / "server.log").read_text(errors="replace")
+    assert picture.startswith(b"\x89PNG")
+    assert "Traceback" not in log

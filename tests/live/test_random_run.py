@@ -1,6 +1,7 @@
 """A long random run: everything at once, every answer compared with PEFT's, nothing left behind.
 
-LORA_TREE_LONG_RUN=3600 makes it an hour long and records it; the seed is in the test's name.
+LORA_TREE_LONG_RUN=3600 makes it an hour long and records it; LORA_TREE_SEED=2 is another run. A failure shows the prompt, mix
+and answer that it is about, and the last operations of all threads.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import random
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,10 +31,12 @@ from benchmarks import results
 
 from .conftest import Live, on
 from .judge import Mix, random_prompts
-from .server import generate_body, wait_until
+from .server import Answer, generate_body, wait_until
 from .test_exactness import mixes_of
 
 SECONDS = float(os.environ.get("LORA_TREE_LONG_RUN", 30))
+NUM_SHOWN = 80
+"""Operations that a failure shows."""
 
 
 class Run:
@@ -40,7 +46,10 @@ class Run:
         self.live = live
         self.server = live.server
         self.others = others
-        self.deadline = time.monotonic() + SECONDS
+        self.seed = seed
+        self.start = time.monotonic()
+        self.deadline = self.start + SECONDS
+        self.last_operations: deque[str] = deque(maxlen=NUM_SHOWN)
         self.mixes = mixes_of(sorted(live.adapters))
         self.stems = random_prompts(6, 60, live.vocab, seed)
         self.may_ask = threading.Event()
@@ -48,6 +57,10 @@ class Run:
         self.failed = threading.Event()
         self.counts: dict[str, int] = {}
         self._lock = threading.Lock()
+
+    def note(self, operation: str) -> None:
+        """What is asked or has come, for whoever reads a failure."""
+        self.last_operations.append(f"{time.monotonic() - self.start:8.3f} {threading.current_thread().name} {operation}")
 
     def go_on(self, step: Callable[[random.Random], None], seed: int) -> None:
         source = random.Random(seed)
@@ -57,8 +70,11 @@ class Run:
                 step(source)
                 with self._lock:
                     self.counts[step.__name__] = self.counts.get(step.__name__, 0) + 1
-        except BaseException:
+        except BaseException as error:
             self.failed.set()
+            self.note(f"{step.__name__} fails")
+            error.add_note(f"in {step.__name__}, seed {self.seed}; the last operations, of all threads:")
+            error.add_note("\n".join(self.last_operations))
             raise
 
     def prompt(self, source: random.Random) -> list[int]:
@@ -70,15 +86,18 @@ class Run:
     def ask(self, source: random.Random) -> None:
         cases = [(self.prompt(source), source.choice(self.mixes)) for _ in range(source.choice((1, 1, 1, 2, 5)))]
         num_new = source.choice((1, 3, 8, 8, 30))
+        self.note(f"ask {num_new}: {cases}")
         answers = self.server.generate([prompt for prompt, _ in cases], num_new, [mix for _, mix in cases])
         self.live.judge.check_all(cases, answers, num_new)
 
     def leave(self, source: random.Random) -> None:
         """A client that goes away after some tokens, or at once."""
-        body = generate_body(self.prompt(source), 60, source.choice(self.mixes), stream=True)
+        prompt, mix, lines = self.prompt(source), source.choice(self.mixes), source.randrange(1, 12)
+        self.note(f"leave after {lines} lines: {prompt}, {mix}")
+        body = generate_body(prompt, 60, mix, stream=True)
         try:
             with requests.post(self.server.url + "/generate", json=body, stream=True, timeout=(5, 0.3)) as response:
-                for _, _ in zip(range(source.randrange(1, 12)), response.iter_lines(), strict=False):
+                for _, _ in zip(range(lines), response.iter_lines(), strict=False):
                     pass
         except requests.RequestException:
             pass
@@ -86,30 +105,30 @@ class Run:
     def abort(self, source: random.Random) -> None:
         """/abort_request: the answer holds what was made until then, and it is right."""
         request_id = uuid.uuid4().hex
-        prompt, mix = self.prompt(source), source.choice(self.mixes)
+        prompt, mix, seconds = self.prompt(source), source.choice(self.mixes), source.random()
+        self.note(f"abort {request_id} after {seconds:.3f} s: {prompt}, {mix}")
         with ThreadPoolExecutor(1) as pool:
             body = generate_body(prompt, 80, mix, rid=request_id)
             waiting = pool.submit(self.server.post, "/generate", body)
-            time.sleep(source.random())
+            time.sleep(seconds)
             assert self.server.post("/abort_request", {"rid": request_id}).status_code == 200
             response = waiting.result()
         if response.status_code == 200 and response.json()["output_ids"]:
-            from .server import Answer
-
             self.live.judge.check(prompt, Answer.of(response.json()), mix)
 
     def load(self, source: random.Random) -> None:
         """Other bytes under one name, from a folder or as tensors; the name answers with what it holds now."""
         contents = source.choice([name for name in self.others if name.startswith("tiny")])
         name = f"churn {threading.get_ident()}, {source.randrange(3)}"
-        if source.random() < 0.5:
-            response = self.server.load(name, self.others[contents])
-        else:
-            response = load_from_tensors(self.live, name, self.others[contents])
+        load = self.server.load if source.random() < 0.5 else partial(load_from_tensors, self.live)
+        self.note(f"load {name} = {contents}")
+        response = load(name, self.others[contents])
         assert response.status_code == 200, response.text
         prompt, weight = self.prompt(source), source.choice((1.0, 1.0, -0.5))
+        self.note(f"ask 4: {prompt}, {name}: {weight}")
         answer = self.server.generate([prompt], 4, [{name: weight}])[0]
         self.live.judge.check(prompt, answer, {contents: weight}, 4)
+        self.note(f"unload {name}")
         response = self.server.unload(name)
         assert response.status_code == 200, response.text
 
@@ -117,10 +136,29 @@ class Run:
         """Now and then everybody pauses, the cache is emptied, and they go on."""
         time.sleep(source.uniform(4, 10))
         self.may_ask.clear()
+        self.note("flush")
         try:
             self.server.flush()
         finally:
             self.may_ask.set()
+
+
+def test_a_failure_shows_what_led_to_it() -> None:
+    """The seed and the last operations, oldest first: what it takes to look for the cause."""
+    live: Any = SimpleNamespace(server=None, adapters=dict.fromkeys("abcde"), vocab=320)
+    run = Run(live, {}, seed=7)
+
+    def step(source: random.Random) -> None:
+        run.note(f"operation {len(run.last_operations)}")
+        assert len(run.last_operations) < 5, "the answer is wrong"
+
+    with pytest.raises(AssertionError, match="the answer is wrong") as failure:
+        run.go_on(step, 0)
+    head, operations = failure.value.__notes__
+    assert "in step, seed 7" in head
+    said = [line.split(maxsplit=2)[2] for line in operations.splitlines()]
+    assert said == [*(f"operation {number}" for number in range(5)), "step fails"]
+    assert run.failed.is_set(), "the others go on"
 
 
 def load_from_tensors(live: Live, name: str, folder: Path) -> requests.Response:

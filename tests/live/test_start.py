@@ -6,7 +6,6 @@ The arguments are resolved in one process of its own (hooks stay out of this one
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,12 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from background import Background, in_background, run_command
 
+from benchmarks.server import LAUNCH, free_port
 from sglang_lora_tree.options import ENVIRONMENT, RULES, SERVED, UNSERVED
 from sglang_lora_tree.refusals import find_refusals, find_replaced, find_unserved
 
 from .conftest import EMBEDDED
-from .server import Server
 
 MODEL = str(EMBEDDED / "model")
 REFUSED: list[tuple[list[str], str]] = [
@@ -135,10 +135,9 @@ print("RESULT" + json.dumps({
 """
 
 
-@pytest.fixture(scope="module")
-def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def resolve_all(folder: Path) -> dict[str, Any]:
     """What came of all arguments of this file."""
-    quantized = tmp_path_factory.mktemp("quantized") / "model"
+    quantized = folder / "model"
     shutil.copytree(MODEL, quantized)
     config = json.loads((quantized / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
@@ -148,17 +147,19 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cases += [(["--model-path", MODEL, "--lora-tree", settings], {}) for settings, _ in WRONG_SETTINGS]
     cases += [(tree, environment) for environment, _ in REPLACED]
     cases.append((["--model-path", str(quantized), "--lora-tree"], {}))
-    result = subprocess.run(
-        [sys.executable, "-c", RESOLVE],
-        input=json.dumps([cases, ["--model-path", MODEL], tree, [*tree, *COMMON]]),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    asked = json.dumps([cases, ["--model-path", MODEL], tree, [*tree, *COMMON]])
+    result = run_command([sys.executable, "-c", RESOLVE], 300, {"OMP_NUM_THREADS": "1"}, asked)
     line = next((line for line in result.stdout.splitlines() if line.startswith("RESULT")), None)
     assert line is not None, result.stdout[-4000:] + result.stderr[-4000:]
     return json.loads(line.removeprefix("RESULT"))
+
+
+pytestmark = in_background(resolve_all)
+
+
+@pytest.fixture(scope="module")
+def resolved(background: Background) -> dict[str, Any]:
+    return background.result(resolve_all)
 
 
 def test_every_option_is_decided(resolved: dict[str, Any]) -> None:
@@ -256,17 +257,21 @@ def test_without_the_plugin_the_flag_is_unknown(resolved: dict[str, Any]) -> Non
     assert "--lora-tree" in resolved["without_plugin"]
 
 
-def test_an_unreadable_adapter_stops_the_start(tmp_path: Path) -> None:
-    """--lora-paths with a folder that cannot be served: the server does not start, and says which and what to do."""
-    broken = tmp_path / "broken"
+def start_with_unreadable_adapter(folder: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """The adapter, and what came of the start."""
+    broken = folder / "broken"
     broken.mkdir()
     config = json.loads((EMBEDDED / "adapters" / "math" / "adapter_config.json").read_text())
     (broken / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
     (broken / "adapter_model.safetensors").write_bytes(b"not safetensors")
-    server = Server(tmp_path / "log", ["--model-path", MODEL, "--lora-tree", "--lora-paths", f"bad={broken}"])
-    try:
-        assert server.process.wait(300) != 0
-    finally:
-        server.stop()
-    log = server.read_log()
-    assert f"--lora-paths bad={broken}" in log and "use_dora" in log and "merge" in log, server.tail(6000)
+    arguments = ["--port", str(free_port()), "--model-path", MODEL, "--lora-tree", "--lora-paths", f"bad={broken}"]
+    return broken, run_command([sys.executable, *LAUNCH, *arguments], 300)
+
+
+@in_background(start_with_unreadable_adapter)
+def test_an_unreadable_adapter_stops_the_start(background: Background) -> None:
+    """--lora-paths with a folder that cannot be served: the server does not start, and says which and what to do."""
+    broken, start = background.result(start_with_unreadable_adapter)
+    said = start.stdout + start.stderr
+    assert start.returncode != 0
+    assert f"--lora-paths bad={broken}" in said and "use_dora" in said and "merge" in said, said[-6000:]

@@ -116,10 +116,15 @@ def test_tree_endpoint_and_command(live: Live, tmp_path: Path, capsys: pytest.Ca
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def read_series(live: Live, name: str) -> dict[tuple[str, ...], float]:
-    """A metric of ours: the values of its own labels -> its value, once all that has happened is in it."""
+def read_metrics(live: Live) -> str:
+    """/metrics, once all that has happened is in it."""
     time.sleep(2.5)  # written once a second
-    found = re.findall(rf"^sglang:lora_tree_{name}\{{(.*)\}} (\S+)$", live.server.get("/metrics").text, re.MULTILINE)
+    return live.server.get("/metrics").text
+
+
+def read_series(text: str, name: str) -> dict[tuple[str, ...], float]:
+    """A metric of ours: the values of its own labels -> its value."""
+    found = re.findall(rf"^sglang:lora_tree_{name}\{{(.*)\}} (\S+)$", text, re.MULTILINE)
     assert found, name
     own = (dict(re.findall(r'(\w+)="([^"]*)"', labels)) for labels, _ in found)
     names = ("tier", "direction", "kind")
@@ -131,12 +136,12 @@ def read_series(live: Live, name: str) -> dict[tuple[str, ...], float]:
 def test_metrics(live: Live) -> None:
     """/metrics has our series beside SGLang's, they add up, and the series that routers read is there."""
     Client(live).native(lora=MIX)
+    text = read_metrics(live)
     slots: dict[str, float] = {}
-    for (tier, _), value in read_series(live, "slots").items():
+    for (tier, _), value in read_series(text, "slots").items():
         slots[tier] = slots.get(tier, 0.0) + value
     pool = live.server.tree()["pool"]
     assert slots == {"gpu": pool["gpu_size"], "host": pool["host_size"]}
-    text = live.server.get("/metrics").text
     for name in ("adapter_hits", "adapter_misses", "kv_hit_tokens", "kv_miss_tokens", "swap_ins", "swap_outs", "disk_reads"):
         assert re.search(rf"^sglang:lora_tree_{name}_total\{{.*\}} \S+$", text, re.MULTILINE), name
     assert re.search(r"^sglang:lora_tree_invalid_kv_tokens\{.*\} 0\.0$", text, re.MULTILINE)
@@ -152,13 +157,14 @@ def test_metrics_of_swaps(live: Live) -> None:
         for name in live.adapters:
             live.server.generate(prompts, 4, [{name: 1.0}] * 2)
     live.server.check_at_rest()
+    text = read_metrics(live)
     swapped, seconds, tokens = (
-        read_series(live, f"{name}_total") for name in ("swapped_bytes", "swap_seconds", "swapped_kv_tokens")
+        read_series(text, f"{name}_total") for name in ("swapped_bytes", "swap_seconds", "swapped_kv_tokens")
     )
     tree = live.server.tree()
     counters, slot_bytes = tree["counters"], tree["pool"]["slot_bytes"]
     for direction in ("in", "out"):
-        assert read_series(live, f"swap_{direction}s_total") == {(): counters[f"swap_{direction}s"]}
+        assert read_series(text, f"swap_{direction}s_total") == {(): counters[f"swap_{direction}s"]}
         assert counters[f"swap_{direction}s"] > len(live.adapters)
         assert swapped[direction, "adapter"] == counters[f"swap_{direction}_slots"] * slot_bytes > 0
         assert swapped[direction, "kv"] == tokens[direction,] * slot_bytes

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from background import ENVIRONMENT, Background, in_background
 
 from sglang_lora_tree.config import Settings
 from sglang_lora_tree.radix.cache_hooks import install_policy
@@ -16,7 +17,7 @@ from sglang_lora_tree.radix.eval import EvalParameters
 from sglang_lora_tree.radix.policies import POLICIES
 
 from .loop import Loop
-from .tree import Tree
+from .tree import Tree, write_adapter
 
 STEPS = 300
 CHOSEN = [name for name in POLICIES if not name.startswith("eval_without_")]
@@ -46,16 +47,26 @@ def live_one_life(folder: Path, policy: str) -> list[int]:
     return prints
 
 
-def test_ranks_agree_at_every_step_under_every_policy(folder: Path) -> None:
-    """What nodes are worth is compared too: ranks that have learned different things part company only later."""
+def live_twice(folder: Path) -> list[list[str]]:
+    """What two ranks print, each with an order of its own."""
+    for seed, name in enumerate("abcd"):
+        write_adapter(folder / name, seed=seed)
     ranks = []
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
+    for seed in (1, 2):
+        environment = {**ENVIRONMENT, "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
         command = [sys.executable, "-m", "radix.test_agreement", str(folder)]
         ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    first, second = (rank.communicate(timeout=300)[0].splitlines() for rank in ranks)
-    assert not any(rank.returncode for rank in ranks) and len(first) == len(CHOSEN) * STEPS
+    printed = [rank.communicate(timeout=300)[0].splitlines() for rank in ranks]
+    assert not any(rank.returncode for rank in ranks)
+    return printed
+
+
+@in_background(live_twice)
+def test_ranks_agree_at_every_step_under_every_policy(background: Background) -> None:
+    """What nodes are worth is compared too: ranks that have learned different things part company only later."""
+    first, second = background.result(live_twice)
+    assert len(first) == len(CHOSEN) * STEPS
     parted = next((line for line, (left, right) in enumerate(zip(first, second, strict=True)) if left != right), None)
     if parted is not None:
         pytest.fail(f"policy {CHOSEN[parted // STEPS]}: the ranks parted at step {parted % STEPS}")

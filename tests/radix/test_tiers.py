@@ -89,6 +89,24 @@ def test_an_unregistered_subtree_is_the_first_to_go_on_the_gpu_and_in_host_memor
     tree.check()
 
 
+def test_what_an_unloaded_adapter_leaves_behind_is_counted_when_it_leaves(make_tree) -> None:
+    """An unload frees nothing by itself: the eviction that takes the adapter and its KV counts both, and the next one neither."""
+    tree = make_tree("ab", pool_slots=200)
+    for name in "ab":
+        demand = tree.demand({name: 1.0})
+        tree.bring(demand.identity)
+        tree.add_kv(demand, list(range(10)))
+        tree.settle()
+    moved, free = tree.cache.moved_out, tree.cache.num_free_slots
+    tree.unload("b")
+    assert (tree.cache.num_free_slots, moved.slots) == (free, 0)
+    tree.cache.evict_some(10 + SLOTS)
+    assert (moved.slots, moved.adapter_slots) == (10 + SLOTS, SLOTS)
+    tree.cache.evict_some(10)
+    assert (moved.slots, moved.adapter_slots) == (20 + SLOTS, SLOTS)
+    tree.check()
+
+
 def test_registering_again_ends_being_the_first_to_go(make_tree, folder: Path) -> None:
     tree = make_tree("ab", pool_slots=200)
     tokens = list(range(10))

@@ -37,6 +37,7 @@ def check(tree: Tree) -> None:
             unlocked = [member for member in mix.members if not tree.core.lora_nodes[member].is_locked]
             assert not unlocked, f"{mix.identity} is in use, and {unlocked} count as evictable"
     _check_slots(tree)
+    _check_moves(tree)
     _check_table(tree)
     _check_rows(tree)
 
@@ -60,6 +61,12 @@ def _check_slots(tree: Tree) -> None:
     reading = sum(_rows(tree, name).shape[1] for name in tree.residency._reading)
     used = host.size - host.available_size()
     assert used == len(on_host) + reading, f"{used} host slots used, {len(on_host)} in the tree, {reading} read"
+
+
+def _check_moves(tree: Tree) -> None:
+    """No adapter leaves but in an eviction that counts it at once, else the next one's KV would seem to be less."""
+    moved, counters = tree.cache.moved_out, tree.residency.counters
+    assert moved.adapter_slots == counters.swap_out_slots, f"{counters.swap_out_slots} slots of adapters left, {moved} is counted"
 
 
 def _check_table(tree: Tree) -> None:
