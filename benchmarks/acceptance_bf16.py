@@ -22,9 +22,7 @@ from benchmarks.acceptance_small import (
     ON_GPU,
     Mix,
     Records,
-    adapter_of,
     greedy,
-    judge,
     make_small,
     random_prompt,
     small_options,
@@ -134,7 +132,7 @@ def bf16_served(work: Path) -> Records:
             answers = list(pool.map(lambda prompt: ask_all(server, prompt, 64, lora_path), prompts))
         prefill, decode = [], []
         for prompt, (tokens, logprobs) in zip(prompts, answers, strict=True):
-            exact = judge(oracle, prompt[:1], [*prompt[1:], *tokens], MERGED_MIXES[index])[1]
+            _, exact, _ = oracle.judge(prompt[:1], [*prompt[1:], *tokens], MERGED_MIXES[index])
             off = [served - own for served, own in zip(logprobs, exact, strict=True)]
             prefill += off[: -len(tokens)]
             decode += off[-len(tokens) + 1 :]  # prefill makes the first
@@ -175,7 +173,7 @@ def bf16_served(work: Path) -> Records:
 def save_merged(oracle: Oracle, base: Path, mix: Mix, folder: Path) -> Path:
     """The base model's weights with a mix added, in float64, rounded to bf16 once."""
     model = LlamaForCausalLM.from_pretrained(base, torch_dtype=torch.float64).to(oracle.device)
-    name = adapter_of(oracle, mix)
+    name = oracle.adapter_of(mix)
     with torch.inference_mode():
         for path, layer in oracle.model.base_model.model.named_modules():
             if isinstance(layer, LoraLayer) and name in layer.lora_A:

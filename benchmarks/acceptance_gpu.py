@@ -42,7 +42,6 @@ from benchmarks.acceptance_small import (
     Records,
     ask,
     greedy,
-    judge,
     make_small,
     random_prompt,
     small_options,
@@ -229,7 +228,7 @@ def loads(work: Path) -> Records:
     oracle = Oracle(model, adapters, device=DEVICE, dtype=torch.float64)
     wrong, worst = 0, 0.0
     for (prompt, mix, _), (tokens, logprobs) in zip(cases, answers, strict=True):
-        best, exact = judge(oracle, prompt, tokens, mix)
+        best, exact, _ = oracle.judge(prompt, tokens, mix)
         if max(high - own for high, own in zip(best, exact, strict=True)) >= TIE:
             wrong += 1
             print(f"loads: {mix} answers {tokens[:8]}..., which is not PEFT's")

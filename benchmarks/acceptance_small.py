@@ -1,18 +1,17 @@
-"""The small model of the acceptance on a GPU: its adapters, mixes and servers' options, and what PEFT says of an answer."""
+"""The small model of the acceptance on a GPU: its adapters, mixes and servers' options."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.server import Server
-from tests.models import ALL_LINEAR, Oracle, make_adapters, make_llama
+from tests.models import ALL_LINEAR, make_adapters, make_llama
 
 Records = list[dict[str, Any]]
 Mix = Mapping[str, float]
@@ -86,25 +85,3 @@ def ask(server: Server, prompt: list[int], mix: Mix | None, num_new: int) -> tup
     """Greedy tokens and their log probabilities."""
     answer = server.generate(input_ids=prompt, lora_path=text(mix), sampling_params=greedy(num_new), return_logprob=True)
     return answer["output_ids"], [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
-
-
-@torch.inference_mode()
-def judge(oracle: Oracle, prompt: list[int], tokens: list[int], mix: Mix | None) -> tuple[list[float], list[float]]:
-    """What PEFT says of an answer, by one pass over it: for each token the greedy one's log probability, and its own."""
-    model = oracle.model
-    ids = torch.tensor([[*prompt, *tokens]], device=oracle.device)
-    with ExitStack() as stack:
-        if mix is None:
-            stack.enter_context(model.disable_adapter())
-        else:
-            model.set_adapter(adapter_of(oracle, mix))
-        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-    distribution = torch.log_softmax(logits.double(), -1)
-    given = distribution.gather(1, torch.tensor(tokens, device=oracle.device)[:, None])[:, 0]
-    return distribution.max(-1).values.tolist(), given.tolist()
-
-
-def adapter_of(oracle: Oracle, mix: Mix) -> str:
-    """The name under which PEFT has an adapter or a mix."""
-    name, weight = next(iter(mix.items()))
-    return name if len(mix) == 1 and weight == 1.0 else oracle._mix(mix)

@@ -89,10 +89,6 @@ class Advice:
         self._mirror = Mirror(VISIT_WINDOW)
         self._planner = Planner(settings, client.epoch)
         self._swapper = Swapper(residency, settings, busy)
-        self._cache = cache
-        self._spare = (1.0 - settings.swap_in_below) * cache.num_pool_slots
-        self._left = 0
-        """Entries of the plan that the swapper has not looked at."""
 
     @property
     def counters(self) -> SwapperCounters:
@@ -101,12 +97,12 @@ class Advice:
     @property
     def has_more(self) -> bool:
         """Whether the plan names more nodes."""
-        return self._left > 0
+        return self._swapper.num_left > 0
 
     @property
     def has_room(self) -> bool:
         """Whether less of the pool is in use than ``swap_in_below``."""
-        return self._cache.num_free_slots > self._spare
+        return self._swapper.spare_slots > 0
 
     def note_queued(self, request: Any) -> None:
         """A request joined the queue."""
@@ -122,12 +118,8 @@ class Advice:
         self._mirror.apply(self._reporter.collect())
         while not self._reporter.is_done:
             self._mirror.apply(self._reporter.collect())
-        plan = self._planner.plan(self._mirror)
-        self._swapper.follow(plan)
-        self._left = len(plan.swap_in)
+        self._swapper.follow(self._planner.plan(self._mirror))
 
     def step(self, now: float) -> None:
         """Once per step of the loop: at most one copy is started."""
-        if self._left and self._cache.is_load_path_idle():
-            self._left -= 1
         self._swapper.step(now)

@@ -49,6 +49,7 @@ from sglang_lora_tree.kernels.rotation import Rotation
 from sglang_lora_tree.kernels.table import NUM_MODULES
 
 Mixes = Sequence[Sequence[tuple[int, float]]]
+PARTS = ("host", "added", "prefill")
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,10 @@ class KernelWorld:
         pairs.update(seg_lens, mixes)
         return pairs
 
+    def rotation(self, tokens: int) -> Rotation:
+        head = HEADS[self.width]
+        return Rotation(torch.arange(tokens, device=self.device), torch.rand(tokens, head, device=self.device), head)
+
     def make_step(self, tokens: int, pairs: Pairs | None, overlap: bool = False) -> Callable[[], None]:
         """A forward pass over `tokens` tokens but for attention, with the batch's adapters unless `pairs` is None.
 
@@ -154,8 +159,7 @@ class KernelWorld:
         attended = torch.randn(tokens, o.d_in, dtype=self.dtype, device=self.device)
         residual = torch.randn(tokens, qkv.d_in, dtype=self.dtype, device=self.device)
         norm = torch.ones(qkv.d_in, dtype=self.dtype, device=self.device)
-        angles = torch.rand(tokens, HEADS[self.width], device=self.device)
-        rotation = Rotation(torch.arange(tokens, device=self.device), angles, HEADS[self.width])
+        rotation = self.rotation(tokens)
         side = self.side if overlap else None
         Output = tuple[torch.Tensor, Shrunk | None, torch.Tensor | None]
 
@@ -263,8 +267,7 @@ def prefill_kernels(world: KernelWorld, seg_lens: Sequence[int], mixes: Mixes, t
     operands = world.table, world.pool, pairs
     xs = [torch.randn(tokens, layer.d_in, dtype=dtype, device=device) for layer in world.shape]
     ys = [torch.randn(tokens, sum(layer.widths), dtype=dtype, device=device) for layer in world.shape]
-    head = HEADS[world.width]
-    rotation = Rotation(torch.arange(tokens, device=device), torch.rand(tokens, head, device=device), head)
+    rotation = world.rotation(tokens)
 
     def step() -> None:
         for number in range(world.num_layers):
@@ -300,9 +303,6 @@ def host_preparation(world: KernelWorld, changes: bool, bs: int = 256, members: 
         pairs.update([1] * bs, mixes)
         times.append((time.perf_counter() - start) * 1000)
     return times[calls // 10 :]
-
-
-PARTS = ("host", "added", "prefill")
 
 
 def main() -> None:

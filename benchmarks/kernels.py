@@ -8,8 +8,9 @@ time). The file is written after the base model's first measurement and after ev
 left out. 32 requests of 256 prompt tokens make 128 tokens each (decode); 8 requests of 1,024 prompt tokens make one (prefill); a
 request of 64, alone, makes one (short: what an agent's next turn waits for), ten times. A number
 is the median of three runs after one that warms up; the base model runs first and last. SGLang's own backends have a server
-for adapters of rank 16 and one, triton_v2_rank_64, for the others; ours_apart is without `join_operations`. Our host tier copies
-what is used a second time (``write_through_selective``): no prompt of these runs is. Results: ``kernels_<gpu>.json``.
+for adapters of rank 16 and one, triton_v2_rank_64, for the others; csgmv, the slower one, runs only if it is named. ours_apart is
+without `join_operations`. Our host tier copies what is used a second time (``write_through_selective``): no prompt of these runs
+is. Results: ``kernels_<gpu>.json``.
 
 With ``--prefill-graphs``: the base model, triton_v2 and ours with CUDA graphs for prefills too, and ours without, adapters of
 rank 16 alone; what has the graphs is compared with the base model that has them. Results: ``kernels_prefill_graphs_<gpu>.json``.
@@ -73,8 +74,6 @@ class Case:
             return True
         if server in ("ours_prefill_graphs", "ours_apart"):
             return rank_16
-        if server == "triton_v2_rank_64" and self.name in ("decode/8_r8", "decode/8_r32"):
-            return False  # it has room for rank 64, and the time of it, whatever the rank
         can_serve = all(len(mix) == 1 for mix in self.mixes) and rank_16 == (server != "triton_v2_rank_64")
         return can_serve and not server.startswith("base")
 
@@ -152,7 +151,7 @@ def make_servers(work: Path) -> dict[str, Server]:
     stock_16, stock_64 = stock(16, 32, rank_16), stock(64, 8, [path for path in paths if path not in rank_16[2:]])
     ours = [*common, "--max-loras-per-batch", "32"]
     ours += ["--hicache-ratio", "1.1", "--hicache-write-policy", "write_through_selective"]
-    ours += ["--max-loaded-loras", "64", "--lora-tree"]
+    ours += ["--max-loaded-loras", "64", "--lora-tree"]  # last: settings may follow
     fewer = ["--max-total-tokens", "50000", "--lora-paths", *rank_16]
     return {
         "base": Server([*small, *eager], work / "base.log"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,15 +100,37 @@ class Oracle:
         return self._run(tokens, num_new, mix)[1]
 
     @torch.inference_mode()
-    def _run(self, tokens: list[int], num_new: int, mix: Mapping[str, float] | None) -> tuple[list[int], list[float]]:
+    def judge(
+        self, prompt: Sequence[int], tokens: Sequence[int], mix: Mapping[str, float] | None
+    ) -> tuple[list[float], list[float], list[int]]:
+        """One pass over an answer. Of each of its tokens' places: the largest logprob, the token's own, and which has the
+        largest."""
+        ids = torch.tensor([[*prompt, *tokens]], device=self.device)
+        with self._using(mix):
+            logits = self.model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+        distribution = torch.log_softmax(logits.double(), -1)
+        best, greedy = distribution.max(-1)
+        given = distribution.gather(1, torch.tensor(tokens, device=self.device)[:, None])[:, 0]
+        return best.tolist(), given.tolist(), greedy.tolist()
+
+    def adapter_of(self, mix: Mapping[str, float]) -> str:
+        """The name under which PEFT has an adapter or a mix."""
+        name, weight = next(iter(mix.items()))
+        return name if len(mix) == 1 and weight == 1.0 else self._mix(mix)
+
+    @contextmanager
+    def _using(self, mix: Mapping[str, float] | None) -> Iterator[None]:
         if not mix:
             with self.model.disable_adapter():
-                return self._greedy(tokens, num_new)
-        if len(mix) == 1 and next(iter(mix.values())) == 1.0:
-            self.model.set_adapter(next(iter(mix)))
-        else:
-            self.model.set_adapter(self._mix(mix))
-        return self._greedy(tokens, num_new)
+                yield
+            return
+        self.model.set_adapter(self.adapter_of(mix))
+        yield
+
+    @torch.inference_mode()
+    def _run(self, tokens: list[int], num_new: int, mix: Mapping[str, float] | None) -> tuple[list[int], list[float]]:
+        with self._using(mix):
+            return self._greedy(tokens, num_new)
 
     def _mix(self, mix: Mapping[str, float]) -> str:
         # PEFT refuses dots in names.

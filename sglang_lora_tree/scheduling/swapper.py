@@ -101,6 +101,17 @@ class Swapper:
             _let_go(grace)
         return bool(held)
 
+    @property
+    def num_left(self) -> int:
+        """Nodes that the plan would have on the GPU and that have not been looked at."""
+        return 0 if self._plan is None else len(self._plan.swap_in) - self._num_swapped_in
+
+    @property
+    def spare_slots(self) -> float:
+        """Free slots beyond those that keep the pool's use at ``swap_in_below``; not above 0 if nothing may come in unasked."""
+        cache = self._residency.cache
+        return cache.num_free_slots - (1.0 - self._settings.swap_in_below) * cache.num_pool_slots
+
     # ---- Steps ----
 
     def _fetch_next(self, identity: str, now: float) -> None:
@@ -122,8 +133,7 @@ class Swapper:
         if not residency.cache.is_load_path_idle():
             return
         self._num_swapped_in += 1
-        spare = (1.0 - self._settings.swap_in_below) * residency.cache.num_pool_slots
-        if residency.swap_in_node(node_id, int(residency.cache.num_free_slots - spare), self._busy):
+        if residency.swap_in_node(node_id, int(self.spare_slots), self._busy):
             self.counters.proactive_swap_ins += 1
             self._keep(node_id, now)
 

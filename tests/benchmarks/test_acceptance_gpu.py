@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from benchmarks import acceptance_gpu, acceptance_small
 from benchmarks.acceptance_bf16 import MERGED_MIXES, save_merged
 from benchmarks.acceptance_gpu import LOADS_POOL, MANY_ADAPTERS, MANY_MIXES, push_out
-from benchmarks.acceptance_small import SMALL_ADAPTERS, SMALL_POOL, TIE, judge, make_small
+from benchmarks.acceptance_small import SMALL_ADAPTERS, SMALL_POOL, TIE, make_small
 from tests.models import Oracle
 
 MIX = {"b": 0.5, "d": -0.25}
@@ -39,9 +39,9 @@ def test_one_pass_judges_as_peft_generates(small: tuple[Path, Oracle], mix: Any)
     _, oracle = small
     prompt = list(range(3, 20))
     tokens, logprobs = oracle._run(prompt, 6, mix)
-    best, own = judge(oracle, prompt, tokens, mix)
+    best, own, _ = oracle.judge(prompt, tokens, mix)
     assert own == best and own == pytest.approx(logprobs, abs=1e-9)
-    best, own = judge(oracle, prompt, [*tokens[:5], (tokens[5] + 1) % 256], mix)
+    best, own, _ = oracle.judge(prompt, [*tokens[:5], (tokens[5] + 1) % 256], mix)
     assert best[5] - own[5] > TIE
 
 

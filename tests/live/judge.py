@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from models import Oracle
@@ -66,29 +64,16 @@ class Judge:
         Args:
             exact: in float64, not float32.
         """
-        ids = torch.tensor([[*prompt, *tokens]])
         with self._lock:
-            model: Any = self.oracle.model
             if mix:
-                self._activate(mix)
+                self.oracle.adapter_of(mix)  # made in float32, if it is new
             if exact:
-                model.double()
+                self.oracle.model.double()
             try:
-                with nullcontext() if mix else model.disable_adapter():
-                    logits = model(input_ids=ids).logits
+                return self.oracle.judge(prompt, tokens, mix)
             finally:
                 if exact:
-                    model.float()  # loses nothing: that is what the weights are
-        distribution = torch.log_softmax(logits[0, len(prompt) - 1 : -1].double(), -1)
-        best, greedy = distribution.max(-1)
-        given = distribution.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        return best.tolist(), given.tolist(), greedy.tolist()
-
-    def _activate(self, mix: Mix) -> None:
-        if len(mix) == 1 and next(iter(mix.values())) == 1.0:
-            self.oracle.model.set_adapter(next(iter(mix)))
-        else:
-            self.oracle.model.set_adapter(self.oracle._mix(mix))
+                    self.oracle.model.float()  # loses nothing: that is what the weights are
 
 
 def random_prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:

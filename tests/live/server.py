@@ -45,13 +45,19 @@ class Answer:
 
 
 class Server(ServerProcess):
-    """A server that starts at once; see :class:`benchmarks.server.ServerProcess`."""
+    """A server that starts at once, unless told not to; see :class:`benchmarks.server.ServerProcess`."""
 
     def __init__(
-        self, log: Path, arguments: Sequence[str], environment: Mapping[str, str] | None = None, command: Sequence[str] = LAUNCH
+        self,
+        log: Path,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        command: Sequence[str] = LAUNCH,
+        starts: bool = True,
     ) -> None:
         super().__init__(arguments, log, {**QUICK_STOP, **(environment or {})}, command)
-        self.start()
+        if starts:
+            self.start()
 
     # ---- Requests ----
 

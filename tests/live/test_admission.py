@@ -16,6 +16,8 @@ import pytest
 import requests
 import torch
 
+from benchmarks.server import start_side_by_side
+
 from .conftest import PATIENCE, WIDE, Live, on
 from .judge import Judge, Mix, random_prompts
 from .server import Answer, Server, generate_body, wait_until
@@ -202,16 +204,14 @@ def few(llama: Path, five: dict[str, Path], tmp_path_factory: pytest.TempPathFac
         pytest.skip("these servers are those of the CPU platform")
     folder = Path(os.environ.get("LORA_TREE_LOGS", tmp_path_factory.mktemp("few")))
     paths = [f"{name}={path}" for name, path in five.items()]
+    servers = {}
+    for name, (settings, arguments) in FEW.items():
+        options = ["--model-path", str(llama), "--skip-tokenizer-init", "--dtype", "float32", "--max-total-tokens", "3000"]
+        options += ["--hicache-ratio", "2", *arguments]
+        options += ["--lora-tree", json.dumps({"verify_invariants": True, **settings}), "--lora-paths", *paths]
+        servers[name] = Server(folder / f"{name}.log", options, {"OMP_NUM_THREADS": "1"}, starts=False)
     with ExitStack() as stack:
-        servers = {}
-        for name, (settings, arguments) in FEW.items():
-            if servers:
-                time.sleep(4)  # each looks at the free memory while it starts
-            options = ["--model-path", str(llama), "--skip-tokenizer-init", "--dtype", "float32", "--max-total-tokens", "3000"]
-            options += ["--hicache-ratio", "2", *arguments]
-            options += ["--lora-tree", json.dumps({"verify_invariants": True, **settings}), "--lora-paths", *paths]
-            servers[name] = Server(folder / f"{name}.log", options, {"OMP_NUM_THREADS": "1"})
-            stack.callback(servers[name].stop)
+        start_side_by_side(servers.values(), stack)
         for server in servers.values():
             server.wait()
         yield servers
