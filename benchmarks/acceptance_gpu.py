@@ -1,12 +1,13 @@
 """Acceptance on a GPU, in one run: exact answers with graphs off and on and while adapters come in, bf16 error, the 8B shape.
 
-    python -m benchmarks.acceptance_gpu [--phases eager graphs loads prefill_graphs joined_graphs bf16 ...] [--out FOLDER]
+    python -m benchmarks.acceptance_gpu [--phases eager graphs loads late_loads prefill_graphs ...] [--out FOLDER]
 
 Needs one GPU (24 GB; the 8B shape needs 40 GB), SGLang 0.5.23 and this package. Nothing is downloaded: models and adapters
 are random (speed does not depend on the weights; exactness is against PEFT on the same weights, in float32). What each
 phase measures is said at its function. Results: ``acceptance_<gpu>.json``. Exit code 1 if a phase failed.
 
-Without a GPU eager, graphs, loads and bf16_served run on the CPU platform with a tiny model and without graphs, to try them.
+Without a GPU eager, graphs, loads, late_loads and bf16_served run on the CPU platform with a tiny model, without graphs, to try
+them.
 """
 
 from __future__ import annotations
@@ -196,19 +197,49 @@ LOADS_ROUNDS = 4
 
 
 def loads(work: Path) -> Records:
-    """Exactness while copies are in flight, with decode graphs: each copy of an adapter is held back by five steps of the loop,
-    its rows full of NaN until then, and every invariant is checked at every pass.
+    """`check_loads` with decode graphs, where each copy of an adapter is held back by five steps of the loop, its rows full of
+    NaN until then."""
+    records, came_with_batch = check_loads(work, "loads", DECODE_GRAPHS, {"delay_loads": 5}, {}, "rows NaN until then")
+    assert came_with_batch == 0, "what is held back comes in with no batch"
+    return records
+
+
+def late_loads(work: Path) -> Records:
+    """`check_loads` where a prefill computes while its adapters come in, each pool layer a millisecond after the one before;
+    without prefill graphs, and with them."""
+    records: Records = []
+    servers = {"late_loads": DECODE_GRAPHS}
+    if ON_GPU:
+        graphs = [*GRAPHS, "--cuda-graph-backend-prefill", "breakable", "--cuda-graph-max-bs-prefill", "2048"]
+        servers["late_loads_graphs"] = graphs
+    delay = {"SGLANG_TEST_HICACHE_H2D_DELAY_CYCLES": "2000000"} if ON_GPU else {}
+    note = "a pool layer a millisecond at the earliest"
+    for label, options in servers.items():
+        more, came_with_batch = check_loads(work, label, options, {}, delay, note)
+        records += [*more, results.record(f"came_with_batch/{label}", came_with_batch, "adapters", limit="value >= 24")]
+    return records
+
+
+def check_loads(
+    work: Path,
+    label: str,
+    graphs: Sequence[str],
+    settings: Mapping[str, Any],
+    environment: Mapping[str, str],
+    how: str,
+) -> tuple[Records, int]:
+    """Exactness while copies are in flight, every invariant checked at every pass; and how many adapters came in with a batch.
 
     The pool holds fewer than half of the adapters. In each round 32 requests come at once, for adapters and mixes of up to
     four; before a round the cache is flushed (adapters are read from their files) or filled with base prompts.
     """
     model, adapters = make_small(work, MANY_ADAPTERS)
-    options = [*small_options(model, LOADS_POOL), *tree_options(adapters, {"delay_loads": 5, "verify_invariants": True})]
-    options += [*DECODE_GRAPHS, "--decode-log-interval", "1"]
+    options = [*small_options(model, LOADS_POOL), *tree_options(adapters, {**settings, "verify_invariants": True})]
+    options += [*graphs, "--decode-log-interval", "1"]
     rng = random.Random(23)
     cases: list[tuple[list[int], Mix | None, int]] = []
     answers: list[tuple[list[int], list[float]]] = []
-    with Server(options, work / "loads.log", FLOAT32) as server:
+    with Server(options, work / f"{label}.log", {**FLOAT32, **environment}) as server:
         swap_outs = server.tree()["counters"]["swap_outs"]
         with sampling(lambda: sample_load(server), 0.02) as samples:
             for round_number in range(LOADS_ROUNDS):
@@ -231,27 +262,30 @@ def loads(work: Path) -> Records:
         best, exact, _ = oracle.judge(prompt, tokens, mix)
         if max(high - own for high, own in zip(best, exact, strict=True)) >= TIE:
             wrong += 1
-            print(f"loads: {mix} answers {tokens[:8]}..., which is not PEFT's")
+            print(f"{label}: {mix} answers {tokens[:8]}..., which is not PEFT's")
         else:
             worst = max(worst, *(abs(own - served) for own, served in zip(exact, logprobs, strict=True)))
     counters = tree["counters"]
     replays = sum("Decode batch" in line and "graph: True" in line for line in log)
-    note = f"float32, decode CUDA graphs, {len(cases)} answers of 8 to 96 tokens while adapters came in, rows NaN until then"
-    return [
-        results.record("exact_wrong_answers/loads", wrong, "answers", limit="value <= 0", note=note),
-        results.record("exact_logprob_difference/loads", worst, "nats", limit="value <= 0.0001", note=f"{note}; against float64"),
-        results.record("exact_swapped_out/loads", counters["swap_outs"] - swap_outs, "adapters", limit="value >= 12"),
+    note = f"float32, decode CUDA graphs, {len(cases)} answers of 8 to 96 tokens while adapters came in, {how}"
+    records = [
+        results.record(f"exact_wrong_answers/{label}", wrong, "answers", limit="value <= 0", note=note),
         results.record(
-            "loads_in_flight/loads",
+            f"exact_logprob_difference/{label}", worst, "nats", limit="value <= 0.0001", note=f"{note}; against float64"
+        ),
+        results.record(f"exact_swapped_out/{label}", counters["swap_outs"] - swap_outs, "adapters", limit="value >= 12"),
+        results.record(
+            f"loads_in_flight/{label}",
             counters["swap_ins"],
             "copies",
             limit="value >= 24",
             note=f"of adapters; {sum(samples)} of {len(samples)} samples while requests ran saw one in flight",
         ),
-        results.record("decode_graphs_used/loads", replays, "steps", limit="value >= 50" if ON_GPU else None),
-        results.record("invalid_kv/loads", tree["invalid_kv"], "tokens", limit="value <= 0"),
-        swap_in_record("loads", counters),
+        results.record(f"decode_graphs_used/{label}", replays, "steps", limit="value >= 50" if ON_GPU else None),
+        results.record(f"invalid_kv/{label}", tree["invalid_kv"], "tokens", limit="value <= 0"),
+        swap_in_record(label, counters),
     ]
+    return records, counters["came_with_batch"]
 
 
 def flush(server: Server) -> None:
@@ -403,6 +437,7 @@ PHASES: dict[str, Callable[[Path], Records]] = {
         work, "graphs", DECODE_GRAPHS, FLOAT32, "float32, triton attention with IEEE dots, decode CUDA graphs"
     ),
     "loads": loads,
+    "late_loads": late_loads,
     "prefill_graphs": prefill_graphs,
     "joined_graphs": joined_graphs,
     "bf16_served": bf16_served,

@@ -23,7 +23,14 @@ def all_hooks() -> list[Hook]:
     from sglang.srt.plugins.hook_registry import HookType
 
     from sglang_lora_tree import arguments_hooks
-    from sglang_lora_tree.composite import finish_hooks, http_hooks, manager_hooks, operation_hooks, request_hooks
+    from sglang_lora_tree.composite import (
+        finish_hooks,
+        http_hooks,
+        layer_wait_hooks,
+        manager_hooks,
+        operation_hooks,
+        request_hooks,
+    )
     from sglang_lora_tree.observability import http_hooks as tree_http_hooks
     from sglang_lora_tree.observability import state_hooks
     from sglang_lora_tree.radix import look_ahead_hooks
@@ -37,6 +44,7 @@ def all_hooks() -> list[Hook]:
         operation_hooks,
         manager_hooks,
         finish_hooks,
+        layer_wait_hooks,
         scheduler_hooks,
         pause_hooks,
         queue_hooks,

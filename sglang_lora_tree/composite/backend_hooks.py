@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.lora.backend.base_backend import BaseLoRABackend
@@ -33,6 +33,9 @@ from sglang_lora_tree.kernels.pairs import Members, Pairs
 from sglang_lora_tree.kernels.pool import PoolView
 from sglang_lora_tree.kernels.rotation import Rotation
 from sglang_lora_tree.kernels.table import AdapterTable
+
+if TYPE_CHECKING:
+    from sglang_lora_tree.composite.layer_wait_hooks import LayerWait
 
 BACKEND_NAME = "lora_tree"
 FUSED_MODULES = {
@@ -108,16 +111,18 @@ class LoraTreeBackend(BaseLoRABackend):
     name = BACKEND_NAME
     skip_inactive_dense_lora = True
     """SGLang captures a second decode graph without our launches, and replays it for batches of base requests alone."""
+    supports_prefill_cuda_graph = True
+    """Breakable ones: `TreeLoRAManager.supports_prefill_cuda_graph`."""
 
     def __init__(self, max_loras_per_batch: int, device: torch.device, server_args: Any = None) -> None:
         super().__init__(max_loras_per_batch, device)
         global _current
         _current = self
-        # Only if asked for by name, although it is SGLang's default: long prefills gain nothing, and starting takes longer.
-        self.supports_prefill_cuda_graph = getattr(server_args, "cuda_graph_backend_prefill", None) == "breakable"
         self.table: AdapterTable | None = None
         self.pool: PoolView | None = None
         self.max_members = 1
+        self.layer_wait: LayerWait | None = None
+        """What the forward pass under way waits for, if adapters come in with it."""
         self._unfinished: Unfinished | None = None
         self._side_stream: torch.cuda.Stream | None = None
         self._eager: dict[int, Pairs] = {}  # by lanes per tile
@@ -138,6 +143,7 @@ class LoraTreeBackend(BaseLoRABackend):
         members: Sequence[Members],
         use_decode_graph: bool,
         use_prefill_graph: bool = False,
+        layer_wait: LayerWait | None = None,
     ) -> None:
         """Describe the next forward pass.
 
@@ -146,6 +152,7 @@ class LoraTreeBackend(BaseLoRABackend):
             members: (adapter number, weight) pairs of each request; empty for the base model.
             use_decode_graph: update the tensors that captured decode graphs read, in place.
             use_prefill_graph: the same for prefill graphs; only if `fits_prefill_graph`.
+            layer_wait: of the adapters that come in with the batch.
         """
         assert not (use_decode_graph and use_prefill_graph), "a forward pass replays one graph"
         assert self.table is not None, "a forward pass before the pool is attached"
@@ -158,6 +165,9 @@ class LoraTreeBackend(BaseLoRABackend):
             pairs = self._eager_pairs(len(seg_lens), sum(seg_lens))
         pairs.update(seg_lens, members)
         self.batch_info = Batch(pairs, has_active_lora=any(len(mix) for mix in members))  # type: ignore[assignment]
+        self.layer_wait = layer_wait
+        if layer_wait is not None:
+            layer_wait.wait(0)
 
     def init_decode_cuda_graph_batch_info(self, max_bs_in_cuda_graph: int, num_tokens_per_req: int) -> None:
         assert num_tokens_per_req == 1, "speculative decoding is refused at start"

@@ -19,6 +19,7 @@ from sglang.srt.layers.utils import get_layer_id
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.io_struct import LoRAUpdateOutput
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel, get_serving
@@ -27,6 +28,7 @@ from sglang_lora_tree.adapters.base_shape import BaseShape
 from sglang_lora_tree.composite.backend_hooks import FUSED_MODULES, LoraTreeBackend, ModuleGroup
 from sglang_lora_tree.composite.demand import DemandResolver
 from sglang_lora_tree.composite.finish_hooks import finishes_later
+from sglang_lora_tree.composite.layer_wait_hooks import LayerWait, is_hooked
 from sglang_lora_tree.config import Settings, current_settings
 from sglang_lora_tree.kernels.pool import PoolView
 from sglang_lora_tree.kernels.table import AdapterTable
@@ -141,6 +143,7 @@ class TreeLoRAManager(LoRAManager):
         shard = Shard(get_parallel().attn_tp_rank, self.attn_tp_size, self.base.num_kv_heads)
         packer = Packer(self.base, cache.pool_shape, shard)
         self.residency = Residency(cache, self.store, packer, table, self.settings)
+        cache.waits_by_layer = is_hooked(self.model_runner.attn_backend)
         remove_all_leftovers(self.settings.spool_dir)  # of servers that were killed: rows are memory, spools may be large
         if isinstance(self.residency.files, RemoteFiles):
             self.residency.files.start()
@@ -262,14 +265,25 @@ class TreeLoRAManager(LoRAManager):
             and super().can_use_prefill_cuda_graph(forward_batch)
             and self._fits_prefill_graph(seg_lens, members)
         )
-        self.lora_backend.prepare(seg_lens, members, use_decode_graph, use_prefill_graph)
+        self.lora_backend.prepare(seg_lens, members, use_decode_graph, use_prefill_graph, self._layer_wait(forward_batch))
+
+    def _layer_wait(self, forward_batch: ForwardBatch) -> LayerWait | None:
+        """What a prefill waits for while it is computed: the adapters that come in with it."""
+        residency = self.residency
+        if residency is None or not residency.cache.has_loads_in_flight or not forward_batch.forward_mode.is_extend():
+            return None
+        for weighted in map(self.resolver.resolve, forward_batch.lora_ids):
+            for member in () if weighted is None else weighted.demand.members:
+                assert residency.is_whole(member), f"{member} would be computed with while its rows come in unawaited"
+        return LayerWait.of(residency.cache.cache_controller.layer_done_counter, residency.coming)
+
+    @property
+    def supports_prefill_cuda_graph(self) -> bool:
+        """Breakable ones only: attention, outside them, waits for what comes in (``layer_wait_hooks``)."""
+        return super().supports_prefill_cuda_graph and check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE)
 
     def can_use_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
-        """Whether a batch may replay a prefill graph; asked before the capture, by us, and by the runner, with one answer.
-
-        Adapters are complete on the GPU before their requests are admitted, so nothing in a graph has to wait for them;
-        history KV that is still coming in is waited for in attention, which breakable graphs leave outside.
-        """
+        """Whether a batch may replay a prefill graph; asked before the capture, by us, and by the runner, with one answer."""
         return super().can_use_prefill_cuda_graph(forward_batch) and self._fits_prefill_graph(*self._segments(forward_batch))
 
     def _fits_prefill_graph(self, seg_lens: list[int], members: list[np.ndarray]) -> bool:

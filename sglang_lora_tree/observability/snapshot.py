@@ -100,6 +100,7 @@ def take_summary(residency: Residency, audit: InvalidKvAudit) -> dict[str, Any]:
             "load_bytes": cache.load_bytes,
             "load_seconds": cache.moved_in.seconds,
             "last_resorts": cache.last_resorts,
+            "came_with_batch": cache.num_came_with_batch,
         },
     }
 

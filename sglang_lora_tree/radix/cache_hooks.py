@@ -2,9 +2,9 @@
 
 Replaces, through ``register_radix_cache_backend("lora_tree", ...)``, ``sglang.srt.mem_cache.unified_radix_cache.
 UnifiedRadixCache`` by :class:`LoraTreeCache`: the slots of a request's path end at its LoRA node (``path_device_indices``),
-a flush tells ``residency`` (``reset``), and an allocation that finds nothing left to evict first takes back what waiting
-requests hold, then, for whoever cannot do without, what copies under way lock (``evict_for_alloc``, ``last_resort``). The
-rest, HiCache included, is SGLang's.
+a flush tells ``residency`` (``reset``), an allocation that finds nothing left to evict first takes back what waiting
+requests hold, then, for whoever cannot do without, what copies under way lock (``evict_for_alloc``, ``last_resort``), and it
+is known which adapters come in with which batch (``ready_to_load_host_cache``). The rest, HiCache included, is SGLang's.
 """
 
 from __future__ import annotations
@@ -68,6 +68,14 @@ class LoraTreeCache(UnifiedRadixCache):
         self._is_last_resort = False
         self.delay_loads = 0
         self.delayed_loads: list[tuple[int, Any]] = []
+        self.waits_by_layer = False
+        """Whether a prefill waits, layer by layer, for the adapters that come in with it (``composite.layer_wait_hooks``)."""
+        self.coming: list[LoraNode] = []
+        """Adapters whose copy SGLang has started for the batch that it has formed last."""
+        self.num_came_with_batch = 0
+        """Adapters, since start."""
+        self._awaited: set[int] = set()
+        """Nodes of adapters in copies under way that a forward pass waits for: what runs after it finds them whole."""
         self.load_bytes = 0
         self.moved_in, self.moved_out = Moves(), Moves()
         self.evicted_adapter_slots = 0
@@ -83,6 +91,8 @@ class LoraTreeCache(UnifiedRadixCache):
         if getattr(self, "cache_controller", None) is not None:
             self._finish_copies()  # SGLang only forgets them, and they would write over whoever has their slots next
         super().reset()
+        self.coming = []
+        self._awaited.clear()
         self.on_reset()
 
     def attach_storage_backend(self, *args: Any, **kwargs: Any) -> tuple[bool, str]:
@@ -285,6 +295,7 @@ class LoraTreeCache(UnifiedRadixCache):
         before = list(queue)
         super().loading_check(finish_count)
         for ack in before[: len(before) - len(queue)]:
+            self._awaited.difference_update(ack.node_ids)
             seconds = ack.start_event.elapsed_time(ack.finish_event) / 1e3 if ack.timing_enabled else 0.0
             loaded = (self.tree_core.find(node_id) for node_id in ack.node_ids)
             adapter_slots = sum(len(node.node.key) for node in loaded if node is not None and not node.is_mix)
@@ -306,7 +317,14 @@ class LoraTreeCache(UnifiedRadixCache):
     def submit_loads(self) -> None:
         """Start the queued copies although no batch was formed to wait for them."""
         if self.cache_controller.load_queue:
-            self.ready_to_load_host_cache()
+            super().ready_to_load_host_cache()
+
+    def ready_to_load_host_cache(self) -> int:
+        """What SGLang calls for a batch that it has formed: start the queued copies, which its forward pass waits for."""
+        self.coming = self.queued_adapters if self.waits_by_layer else []
+        self._awaited.update(node.node.id for node in self.coming)
+        self.num_came_with_batch += len(self.coming)
+        return super().ready_to_load_host_cache()
 
     @property
     def has_loads_in_flight(self) -> bool:
@@ -316,6 +334,16 @@ class LoraTreeCache(UnifiedRadixCache):
     def is_loaded(self, lora_node: LoraNode) -> bool:
         """On the GPU with every row in place (a load in flight does not count)."""
         return lora_node.is_resident and lora_node.node.id not in self.ongoing_load_back
+
+    def is_awaited(self, lora_node: LoraNode) -> bool:
+        """Coming in with a batch: its forward pass waits for the rows, and what runs after it finds them whole."""
+        return lora_node.node.id in self._awaited
+
+    @property
+    def queued_adapters(self) -> list[LoraNode]:
+        """Those whose copy would start with the batch that is being formed."""
+        nodes = (self.tree_core.find(node_id) for load in self.cache_controller.load_queue for node_id in load.node_ids)
+        return [lora_node for lora_node in nodes if lora_node is not None and not lora_node.is_mix]
 
     def hold(self, lora_node: LoraNode) -> Callable[[], None]:
         """Lock a node on the GPU; returns what undoes it."""

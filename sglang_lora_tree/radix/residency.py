@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Counters", "Demand", "Residency", "Verdict"]
 
+MOST_LATE_SLOTS = 3200
+"""Of adapters that come in with one batch, which all of it waits for; the first request's come in any case. Their copy takes
+about as long as a decode step (8B model, H200: docs/eval.md)."""
+
 OVERTAKE_FACTOR = 4
 """After this many times ``patience_passes``, nobody younger than the blocker is admitted."""
 
@@ -208,16 +212,21 @@ class Residency(Tiers):
                 self.counters.adapter_hits -= len(absent)
                 self.counters.adapter_misses += len(absent)
             self._bring(request_id, demand, absent, room, alone)
-            return Verdict.FAILED if self.failure_of(request_id, demand) is not None else Verdict.WAIT
-        if self.cache.has_loads_in_flight and not all(map(self._is_loaded, members)):
+            if self.failure_of(request_id, demand) is not None:
+                return Verdict.FAILED
+            if not all(map(resident.__contains__, members)):
+                return Verdict.WAIT
+        if self.cache.has_loads_in_flight and not all(map(self._may_be_used, members)):
             return Verdict.WAIT
         if demand.is_mix and not self.core.is_resident(demand.identity) and not self._make_mix(demand):
             self._note_no_room(request_id, alone)
             return Verdict.WAIT
         return Verdict.READY
 
-    def _is_loaded(self, member: str) -> bool:
-        return self.cache.is_loaded(self.core.lora_nodes[member])
+    def _may_be_used(self, member: str) -> bool:
+        """Whether a batch that is formed now finds every row of an adapter on the GPU when it needs it."""
+        lora_node = self.core.lora_nodes[member]
+        return self.is_whole(member) or (self.cache.waits_by_layer and lora_node in self.cache.queued_adapters)
 
     def note_rejected(self, request_id: str, alone: bool) -> None:
         """A request that was READY found no room for its tokens."""
@@ -343,6 +352,9 @@ class Residency(Tiers):
         if not on_host or not self.cache.has_load_slot():
             return
         needed = sum(self._layouts[member].num_slots for member in absent)
+        if self.cache.waits_by_layer and (queued := self.cache.queued_adapters):
+            if needed + sum(self._layouts[lora_node.identity].num_slots for lora_node in queued) > MOST_LATE_SLOTS:
+                return  # to the next pass
         if needed > room or not self.ensure_indices(len(on_host)):
             self._note_no_room(request_id, alone)
             return

@@ -160,6 +160,16 @@ class Tiers:
             return "host"
         return "gpu" if self.cache.is_loaded(lora_node) else "loading"
 
+    def is_whole(self, identity: str) -> bool:
+        """Whether forward passes find every row of an adapter that is on the GPU: those before have waited for the last."""
+        lora_node = self.core.lora_nodes[identity]
+        return self.cache.is_loaded(lora_node) or self.cache.is_awaited(lora_node)
+
+    @property
+    def coming(self) -> list[AdapterLayout]:
+        """Adapters that come in with the batch that SGLang has formed last."""
+        return [self._layouts[lora_node.identity] for lora_node in self.cache.coming]
+
     @property
     def resident(self) -> Container[str]:
         """Identities of adapters on the GPU, or on their way there."""

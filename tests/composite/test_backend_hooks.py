@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_lora_tree.composite import backend_hooks, finish_hooks
+from sglang_lora_tree.composite import backend_hooks, finish_hooks, manager_hooks
 from sglang_lora_tree.composite.backend_hooks import LoraTreeBackend, ModuleGroup, Unfinished
 from sglang_lora_tree.composite.manager_hooks import TreeLoRAManager
 from sglang_lora_tree.kernels import AdapterTable, PoolView
@@ -23,7 +24,7 @@ HEAD = 8
 def backend(monkeypatch):
     """A backend that was told to capture prefill graphs of up to 1,024 tokens, with three adapters in its table."""
     monkeypatch.setattr(backend_hooks, "_current", None)
-    backend = LoraTreeBackend(8, torch.device("cpu"), SimpleNamespace(cuda_graph_backend_prefill="breakable"))
+    backend = LoraTreeBackend(8, torch.device("cpu"))
     table = AdapterTable(len(RANKS), 64, 1, 64, "cpu")
     for index, rank in enumerate(RANKS):
         shape = (1, NUM_MODULES)
@@ -34,11 +35,13 @@ def backend(monkeypatch):
     return backend
 
 
-@pytest.mark.parametrize(("flag", "supported"), [("breakable", True), (None, False), ("full", False), ("disabled", False)])
-def test_prefill_graphs_only_if_asked_for_by_name(flag, supported):
-    """Full graphs would have attention inside, which waits for history KV in Python."""
-    backend = LoraTreeBackend(8, torch.device("cpu"), SimpleNamespace(cuda_graph_backend_prefill=flag))
-    assert backend.supports_prefill_cuda_graph is supported
+@pytest.mark.parametrize(("kind", "supported"), [(Backend.BREAKABLE, True), (Backend.FULL, False), (Backend.DISABLED, False)])
+def test_prefill_graphs_are_breakable_ones(kind, supported, backend, monkeypatch):
+    """Full graphs would have attention inside, which waits in Python for what comes in."""
+    manager = TreeLoRAManager.__new__(TreeLoRAManager)
+    manager.attn_dp_enabled, manager.lora_backend = False, backend
+    monkeypatch.setattr(manager_hooks, "check_cuda_graph_backend", lambda phase, asked: (phase, asked) == (Phase.PREFILL, kind))
+    assert manager.supports_prefill_cuda_graph is supported
 
 
 @pytest.mark.parametrize(
@@ -92,6 +95,7 @@ class Manager(TreeLoRAManager):
 
     def __init__(self, backend, captured):
         self.lora_backend, self.attn_dp_enabled, self.max_bs_in_decode_cuda_graph = backend, False, 8
+        self.residency = None
         self.model_runner = SimpleNamespace(prefill_cuda_graph_runner=SimpleNamespace(capture_num_tokens=captured))
 
     def attach_pool(self):

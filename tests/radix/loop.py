@@ -95,12 +95,12 @@ class Loop:
             admitted.append(request)
             missing = round_up(len(request.tokens), self.tree.page_size) - len(request.slots)
             promised += missing + self._promised([request])
+        if admitted:
+            cache.ready_to_load_host_cache()
         for request in admitted:
             with cache.last_resort():
                 request.allocate()
             residency.note_admitted(request.id, request.demand)
-        if admitted:
-            cache.submit_loads()
         alone = not admitted and not self.running
         for request in ready:
             if request not in admitted:

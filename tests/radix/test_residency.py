@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from sglang_lora_tree.config import Settings
+from sglang_lora_tree.radix import residency
 from sglang_lora_tree.radix.residency import Verdict
 
 from .conftest import SLOTS, finish
@@ -150,6 +151,104 @@ def test_a_request_that_fits_alone_but_not_beside_its_adapter_is_refused_and_a_l
     finish(tree, loop)
 
 
+# ---- Adapters that come in with a batch ----
+
+
+def pass_once(loop: Loop, tree: Tree) -> list[str]:
+    """One pass, with what is read by then; copies under way stay under way. Returns whom it has admitted."""
+    tree.finish_reads()
+    tree.residency.poll()
+    before = len(loop.admitted)
+    loop._pass()
+    return loop.admitted[before:]
+
+
+def test_a_request_runs_with_the_copy_of_its_adapter_and_those_after_it_need_not_see_the_end(make_tree) -> None:
+    """Forward passes run one after the other: what the first has waited for is there for the second."""
+    tree = make_tree("ab")
+    loop = Loop(tree)
+    a, b = (tree.demand({name: 1.0}).identity for name in "ab")
+    loop.submit("first", {"a": 1.0}, [1, 2])
+    assert pass_once(loop, tree) == [], "it is on disk"
+    assert pass_once(loop, tree) == ["first"]
+    assert tree.residency.tier_of(a) == "loading" and tree.residency.is_whole(a) and len(tree.residency.coming) == 1
+    loop.submit("second", {"a": 1.0}, [3, 4])
+    loop.submit("mix", {"a": 0.5, "b": 0.5}, [3, 4])
+    assert pass_once(loop, tree) == ["second"] and tree.residency.coming == []
+    assert pass_once(loop, tree) == ["mix"] and tree.residency.is_whole(b)
+    assert tree.cache.num_came_with_batch == 2
+    loop.run(50)
+    finish(tree, loop)
+    assert tree.cache._awaited == set()
+
+
+def test_a_copy_that_no_batch_waits_for_is_waited_for_in_the_queue(make_tree) -> None:
+    tree = make_tree("a")
+    loop = Loop(tree)
+    a = tree.demand({"a": 1.0}).identity
+    loop.submit("first", {"a": 1.0}, [1, 2])
+    pass_once(loop, tree)
+    tree.finish_reads()
+    tree.residency.poll()
+    assert tree.residency.swap_in_ahead(a, room=100) is not None
+    assert pass_once(loop, tree) == [] and not tree.residency.is_whole(a)
+    tree.cache.check_hicache_events()
+    assert pass_once(loop, tree) == ["first"] and tree.cache.num_came_with_batch == 0
+    loop.run(50)
+    finish(tree, loop)
+
+
+def test_an_adapter_that_comes_back_has_not_been_waited_for(make_tree) -> None:
+    """Its node is the one that a batch has waited for before."""
+    tree = make_tree("a")
+    loop = Loop(tree)
+    a = tree.demand({"a": 1.0}).identity
+    loop.submit("first", {"a": 1.0}, [1, 2])
+    loop.run(50)
+    tree.settle()
+    tree.cache.evict_adapter(tree.core.lora_nodes[a])
+    assert tree.residency.swap_in_ahead(a, room=100) is not None and not tree.residency.is_whole(a)
+    tree.settle()
+    assert tree.residency.is_whole(a)
+    finish(tree, loop)
+
+
+def test_a_burst_of_absent_adapters_comes_in_a_few_at_a_time(make_tree, monkeypatch) -> None:
+    """All of a batch waits for what comes in with it, so no more does than is copied in a step or so."""
+    monkeypatch.setattr(residency, "MOST_LATE_SLOTS", 2 * SLOTS + 1)
+    tree = make_tree("abcde", pool_slots=400)
+    loop = Loop(tree)
+    for name in "abcde":
+        loop.submit(name, {name: 1.0}, [1, 2])
+    loop.submit("two", {"a": 0.5, "e": 0.5}, [1, 2])
+    assert pass_once(loop, tree) == []
+    assert pass_once(loop, tree) == ["a", "b"], "the others' copies have not begun"
+    assert tree.residency.num_resident == 2
+    assert pass_once(loop, tree) == ["c", "d"]
+    tree.cache.check_hicache_events()  # no more than two loads at once, so that a batch's own has its place
+    assert pass_once(loop, tree) == ["e", "two"]
+    monkeypatch.setattr(residency, "MOST_LATE_SLOTS", 1)
+    loop.run(50)
+    tree.settle()
+    for name in "ab":
+        tree.cache.evict_adapter(tree.core.lora_nodes[tree.demand({name: 1.0}).identity])
+        loop.submit(f"{name} again", {name: 1.0}, [5, 6])
+    assert [pass_once(loop, tree) for _ in range(2)] == [["a again"], ["b again"]], "one comes in, however large"
+    loop.run(50)
+    finish(tree, loop)
+
+
+def test_where_nothing_waits_layer_by_layer_an_adapter_is_whole_before_its_request_runs(make_tree) -> None:
+    tree = make_tree("a", waits_by_layer=False)
+    loop = Loop(tree)
+    loop.submit("first", {"a": 1.0}, [1, 2])
+    assert [pass_once(loop, tree) for _ in range(3)] == [[], [], []]
+    tree.cache.check_hicache_events()
+    assert pass_once(loop, tree) == ["first"] and tree.residency.coming == []
+    loop.run(50)
+    finish(tree, loop)
+
+
 # ---- The last running request ----
 
 
@@ -191,6 +290,7 @@ asked = st.tuples(
     requests=st.lists(asked, min_size=1, max_size=10),
     ratio=st.sampled_from([0.05, 0.3, 1.0]),
     delay_loads=st.sampled_from([0, 3, 12]),
+    waits_by_layer=st.booleans(),
     pool_slots=st.sampled_from([44, 56, 72]),
     page_size=st.sampled_from([1, 4]),
     pin_after=st.integers(0, 40),
@@ -200,14 +300,22 @@ asked = st.tuples(
         ({"a": 1.0}, 16, 13), ({"b": 1.0}, 15, 30), (None, 13, 22), ({"a": 0.5, "b": 2.0}, 18, 19), (None, 10, 18),
         ({"a": 0.5, "b": 2.0}, 4, 20), (None, 13, 36), (None, 9, 28), (None, 18, 13), ({"a": 0.5, "b": 2.0}, 5, 13),
     ],
-    ratio=1.0, delay_loads=3, pool_slots=56, page_size=4, pin_after=23,
+    ratio=1.0, delay_loads=3, waits_by_layer=False, pool_slots=56, page_size=4, pin_after=23,
 )  # fmt: skip
 def test_no_running_request_is_ever_aborted(
-    folder: Path, requests: list, ratio: float, delay_loads: int, pool_slots: int, page_size: int, pin_after: int
+    folder: Path,
+    requests: list,
+    ratio: float,
+    delay_loads: int,
+    waits_by_layer: bool,
+    pool_slots: int,
+    page_size: int,
+    pin_after: int,
 ) -> None:
     """Whatever admission promised too little for, what loads hold, and what is pinned later: everybody who was accepted
     finishes (``Loop`` fails when the last running request finds no slot)."""
-    with Tree(pool_slots, page_size=page_size, settings=Settings(patience_passes=4, delay_loads=delay_loads)) as tree:
+    settings = Settings(patience_passes=4, delay_loads=delay_loads)
+    with Tree(pool_slots, page_size=page_size, settings=settings, waits_by_layer=waits_by_layer) as tree:
         for name in "abc":
             tree.load(name, folder / name)
         loop = Loop(tree, ratio)

@@ -58,13 +58,20 @@ class TreeMachine(RuleBasedStateMachine):
 
     @initialize(
         delay_loads=st.sampled_from([0, 2]),
+        waits_by_layer=st.booleans(),
         max_resident_adapters=st.sampled_from([1024, 2]),
         host_slots=st.sampled_from([128, 64]),
         ratio=st.sampled_from([1.0, 0.3]),
         contents=st.tuples(*[contents] * len(NAMES)),
     )
     def start(
-        self, delay_loads: int, max_resident_adapters: int, host_slots: int, ratio: float, contents: tuple[str, ...]
+        self,
+        delay_loads: int,
+        waits_by_layer: bool,
+        max_resident_adapters: int,
+        host_slots: int,
+        ratio: float,
+        contents: tuple[str, ...],
     ) -> None:
         self.tree = Tree(
             pool_slots=64,
@@ -75,6 +82,7 @@ class TreeMachine(RuleBasedStateMachine):
                 max_resident_adapters=max_resident_adapters,
                 patience_passes=4,
             ),
+            waits_by_layer=waits_by_layer,
         )
         self.loop = Loop(self.tree, ratio)
         self.names: dict[str, str] = {}

@@ -110,6 +110,7 @@ class Tree:
         settings: Settings | None = None,
         base: BaseShape = BASE,
         eviction_policy: str = "lru",
+        waits_by_layer: bool = True,
     ) -> None:
         self.base = base
         self.page_size = page_size
@@ -123,6 +124,7 @@ class Tree:
             page_size=page_size,
             eviction_policy=eviction_policy,
         )
+        self.cache.waits_by_layer = waits_by_layer
         self.allocator = self.cache.token_to_kv_pool_allocator
         self.core = self.cache.tree_core
         self.store = AdapterStore()
