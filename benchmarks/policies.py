@@ -8,9 +8,10 @@ Six parts:
 * all: every policy, and Belady's rule as a bound, at one rate;
 * no_plans: Eval without the advisor, at one rate;
 * sensitivity: what Eval's parameters do, at one rate;
-* loops: when copies of adapters may start, and who waits for them, at one rate (``benchmarks.simulator``).
+* loops: when copies of adapters may start, who waits for them, and how many may come in with one batch, at one rate
+  (``benchmarks.simulator``).
 
-Run: ``python -m benchmarks.policies`` (543 runs, about twenty minutes on one core; ``--part NAME`` for one). Each part
+Run: ``python -m benchmarks.policies`` (693 runs, about 25 minutes on one core; ``--part NAME`` for one). Each part
 leaves its runs in ``results/policies/``; all that are there go into results/policies_sim.json and docs/policies.png.
 """
 
@@ -44,6 +45,8 @@ ALL = (
     "eval_per_slot", "eval_per_slot+",
     "reuse", "reuse+", "oracle",
 )  # fmt: skip
+LATE_ADAPTERS = (1, 2, 4, 5, 8)
+"""How many adapters may come in with one batch (``late_slots``), where that is bounded; copies of five take a decode step."""
 RUNS = results.RESULTS / "policies"
 _DESIGN = CONSTANTS["design"]
 
@@ -66,6 +69,8 @@ class Case:
     """Of the workload's draws."""
     swap_in_below: float | None = None
     """None: nothing comes in unasked."""
+    late_slots: int | None = None
+    """None: any number of adapters may come in with one batch."""
 
     def is_of(self, run: dict[str, Any]) -> bool:
         """Whether ``run`` is this case's outcome."""
@@ -91,6 +96,7 @@ class Case:
             plan_period=self.plan_period,
             look_ahead=self.policy.endswith("+"),
             loop=self.loop,
+            late_slots=self.late_slots,
             swap_in_below=self.swap_in_below,
         )
         return {**self.__dict__, "rate": top * self.rate_share, "pool_slots": pool, **_summary(simulator.run(jobs))}
@@ -177,10 +183,12 @@ def no_plans() -> Iterator[Case]:
 
 def loops() -> Iterator[Case]:
     """Several draws of each workload: near capacity one draw differs from another by more than what is asked for."""
-    cases = product(_DESIGN["loops"]["seeds"], _DESIGN["loops"]["adapters_and_spreads"], WORKLOADS, LOOPS)
-    for seed, (number, spread), workload, loop in cases:
+    variants: list[dict[str, Any]] = [{"loop": loop} for loop in LOOPS]
+    variants += [{"loop": "by_layer", "late_slots": count * ADAPTER_SLOTS} for count in LATE_ADAPTERS]
+    cases = product(_DESIGN["loops"]["seeds"], _DESIGN["loops"]["adapters_and_spreads"], WORKLOADS, variants)
+    for seed, (number, spread), workload, variant in cases:
         share = CONSTANTS["pool_shares"][0]
-        yield Case(workload, number, spread, share, _DESIGN["rate"], "reuse+", loop=loop, seed=seed)
+        yield Case(workload, number, spread, share, _DESIGN["rate"], "reuse+", seed=seed, **variant)
 
 
 PARTS: dict[str, Callable[[], Iterator[Case]]] = {
@@ -204,7 +212,8 @@ def run_part(name: str) -> None:
         runs.append(case.run())
         last = runs[-1]
         print(
-            f"  {case.policy:<22}{dict(case.parameters) or ''} {case.loop} pool {case.pool_share:g} rate {case.rate_share:g}: "
+            f"  {case.policy:<22}{dict(case.parameters) or ''} {case.loop} {case.late_slots or ''} "
+            f"pool {case.pool_share:g} rate {case.rate_share:g}: "
             f"TTFT {1e3 * last['ttft_mean_s']:.1f} ms, P50 {1e3 * last['ttft_p50_s']:.1f}, P99 {1e3 * last['ttft_p99_s']:.0f}, "
             f"hits: KV {last['kv_hit_rate']:.3f}, adapters {last['adapter_hit_rate']:.3f}",
             flush=True,

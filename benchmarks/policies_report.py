@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
+from benchmarks.simulator import ADAPTER_SLOTS
+from benchmarks.workloads import TOKENS_PER_SLOT
 
 Run = dict[str, Any]
 _PAPER = {"lru": 1.42, "rrip": 1.35}
@@ -153,26 +155,41 @@ def _of_sensitivity(parts: dict[str, list[Run]]) -> Iterable[dict[str, Any]]:
 
 
 def _of_loops(runs: list[Run]) -> Iterable[dict[str, Any]]:
+    def name_of(run: Run) -> str:
+        late_slots = run.get("late_slots")
+        return run["loop"] if late_slots is None else f"{run['loop']}_late_slots_{late_slots}"
+
     def of(workload: str, adapters: int, loop: str) -> list[Run]:
         wanted = (workload, adapters, loop)
-        return sorted((run for run in runs if (run["workload"], run["adapters"], run["loop"]) == wanted), key=itemgetter("seed"))
+        return sorted((run for run in runs if (run["workload"], run["adapters"], name_of(run)) == wanted), key=itemgetter("seed"))
 
-    for workload, adapters, loop in dict.fromkeys((run["workload"], run["adapters"], run["loop"]) for run in runs):
+    def more(of_case: list[Run], other: str, key: str) -> str:
+        """The least and the most milliseconds over another loop, of the draws."""
+        beside = of(of_case[0]["workload"], of_case[0]["adapters"], other)
+        each = [1e3 * run[key] - 1e3 * another[key] for run, another in zip(of_case, beside, strict=True)]
+        return f"over {other}, draw by draw: {min(each):+.1f} to {max(each):+.1f}"
+
+    for workload, adapters, loop in dict.fromkeys((run["workload"], run["adapters"], name_of(run)) for run in runs):
         of_case, fenced = of(workload, adapters, loop), of(workload, adapters, "fenced")
+        bound = of_case[0].get("late_slots")
         on_gpu, on_host = (
             statistics.fmean(run[key] for run in of_case) for key in ("adapter_hit_rate", "adapter_host_hit_rate")
         )
         for name in ("p50", "p99", "mean"):
-            values, beside = ([1e3 * run[f"ttft_{name}_s"] for run in each] for each in (of_case, fenced))
-            more = [value - other for value, other in zip(values, beside, strict=True)]
+            values, others = ([1e3 * run[f"ttft_{name}_s"] for run in each] for each in (of_case, fenced))
+            note = f"mean over {len(values)} draws, from {min(values):.1f} to {max(values):.1f}; "
+            note += more(of_case, "fenced", f"ttft_{name}_s")
+            if bound is not None:
+                note += "; " + more(of_case, "by_layer", f"ttft_{name}_s")
+            note += f"; adapters at the first look: {on_gpu:.3f} on the GPU, {on_host:.3f} in host memory only"
+            if bound is not None:
+                note += f"; with one batch come in at most {bound} slots of {TOKENS_PER_SLOT} tokens, {ADAPTER_SLOTS} an adapter"
             yield results.record(
                 f"loops/{workload}/{adapters}/{loop}/ttft_{name}",
                 statistics.fmean(values),
                 "ms",
-                baseline=("fenced", statistics.fmean(beside)),
-                note=f"mean over {len(values)} draws, from {min(values):.1f} to {max(values):.1f}; over fenced, draw by draw: "
-                f"{min(more):+.1f} to {max(more):+.1f}; adapters at the first look: {on_gpu:.3f} on the GPU, "
-                f"{on_host:.3f} in host memory only",
+                baseline=("fenced", statistics.fmean(others)),
+                note=note,
             )
 
 

@@ -18,7 +18,8 @@ When a pass takes place, and from when on a copy may write (``LOOPS``):
   forward stream, because a slot that has just come free may still be written there.
 * unfenced: the same, but copies start as they are asked for. Not safe; only to see what the fence costs.
 * by_layer: as fenced, but a request whose adapter is in host memory is admitted at once, and its prefill ends no earlier
-  than the adapter's copy.
+  than the adapter's copy. With ``late_slots`` a pass brings in no more than that for its batch: requests whose adapters
+  are beyond it wait for the next pass, which asks for their copies.
 * by_batch: likewise, but the prefill begins when the copy is done: one wait before the whole pass.
 
 Without ``swap_in_below`` nothing comes to the GPU before a request asks for it; with it ``benchmarks.advice`` brings nodes in
@@ -131,6 +132,8 @@ class Simulator:
         plan_period: seconds between plans; None: there are none.
         look_ahead: whether a request touches what it will use when it arrives, and not only when it is admitted.
         loop: one of ``LOOPS``.
+        late_slots: with loop by_layer, how many slots of adapters may come in with one batch; the first adapter may in any
+            case. None: any number.
         swap_in_below: as in ``Settings``; None: nothing comes in unasked.
     """
 
@@ -144,9 +147,11 @@ class Simulator:
         plan_period: float | None = CONSTANTS["plan_period_s"],
         look_ahead: bool = False,
         loop: str = "synchronous",
+        late_slots: int | None = None,
         swap_in_below: float | None = None,
     ) -> None:
         assert loop in LOOPS, f"loop {loop!r} is none of {LOOPS}"
+        assert late_slots is None or loop == "by_layer", f"loop {loop!r} brings no adapters in with a batch"
         stock = policy if isinstance(policy, str) and policy not in POLICIES else "lru"
         self.cache = build_cache(pool_slots, host_slots, eviction_policy=stock)
         self.core = self.cache.tree_core
@@ -161,6 +166,9 @@ class Simulator:
         self._plan_period = plan_period
         self._look_ahead = look_ahead
         self._loop = loop
+        self._late_slots = late_slots
+        self._slots_of_pass = 0
+        """Of adapters whose copies this pass has asked for."""
         self._next_plan = 0.0
         self._visits = np.zeros(num_adapters)
         self._visited_at = 0.0
@@ -221,7 +229,7 @@ class Simulator:
 
     def _admit(self) -> tuple[list[_Request], int]:
         admitted: list[_Request] = []
-        load_bytes = new_slots = 0
+        load_bytes = new_slots = self._slots_of_pass = 0
         for request in list(self.waiting)[:_LOOK_AHEAD]:
             if len(self.running) + len(admitted) >= COSTS["max_running"]:
                 break
@@ -265,14 +273,20 @@ class Simulator:
                     self.outcome.adapter_reads += request.number >= self._warm
             return False
         if not resident:
-            if not self.cache.start_swap_in(lora_node):
+            if self._is_beyond(ADAPTER_SLOTS) or not self.cache.start_swap_in(lora_node):
                 return False
+            self._slots_of_pass += ADAPTER_SLOTS
             self._finish_loads()
             self._link_free = max(self._link_free, self._first_write) + self._load(ADAPTER_SLOTS)
             self._ready[identity] = self._link_free
         if request.hold is None:
             request.hold = self.cache.hold(lora_node)
         return self._loop in ("by_layer", "by_batch") or self._ready[identity] <= self._pass_at
+
+    def _is_beyond(self, slots: int) -> bool:
+        """Whether ``slots`` more are too many to come in with this pass's batch."""
+        late = self._slots_of_pass
+        return self._late_slots is not None and late > 0 and late + slots > self._late_slots
 
     @property
     def _first_write(self) -> float:

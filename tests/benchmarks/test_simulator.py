@@ -92,6 +92,54 @@ def test_on_an_idle_gpu_there_is_nothing_to_be_fenced_from():
     assert alone["fenced"] - alone["by_layer"] == pytest.approx(COPY), "the prefill takes longer than the copy"
 
 
+def ttft_of_burst(num_absent: int, num_present: int = 0, **kwargs: object) -> list[float]:
+    """Of short requests that come at once to an idle GPU, the last ``num_present`` for the first one's adapter; all adapters
+    are in host memory."""
+    simulator = Simulator("lru", 10_000, 20_000, num_absent, **kwargs)  # type: ignore[arg-type]
+    for identity in simulator.identities:
+        simulator.core.add_adapter(identity, simulator.cache.allocate_host(ADAPTER_SLOTS))
+    adapters = [*range(num_absent), *[0] * num_present]
+    prompts = [array("q", (100 * number, 100 * number + 1)) for number in range(len(adapters))]
+    jobs = [Job(0.0, adapter, prompt, 1) for adapter, prompt in zip(adapters, prompts, strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CONSTANTS, "warm_up_share", 0.0)
+        return simulator.run(jobs).ttft
+
+
+def test_no_more_adapters_come_in_with_one_batch_than_the_bound_lets_but_for_the_first():
+    step = COSTS["decode_step_s"]
+    assert 4 * COPY < step < 5 * COPY
+    assert ttft_of_burst(5, loop="by_layer") == pytest.approx([5 * COPY] * 5), "all wait for all copies"
+    by_two = ttft_of_burst(5, loop="by_layer", late_slots=3 * ADAPTER_SLOTS - 1)
+    assert by_two == pytest.approx([step, step, 2 * step, 2 * step, 3 * step])
+    by_one = ttft_of_burst(3, loop="by_layer", late_slots=1)
+    assert by_one == pytest.approx([step, 2 * step, 3 * step]), "the first comes in whatever its size"
+
+
+def test_requests_beyond_the_bound_let_those_pass_that_bring_nothing_in():
+    step = COSTS["decode_step_s"]
+    by_one = ttft_of_burst(2, 2, loop="by_layer", late_slots=ADAPTER_SLOTS)  # in order of admission
+    assert by_one == pytest.approx([step, step, step, 2 * step])
+
+
+def test_an_adapter_that_comes_in_with_the_batch_before_is_there_for_the_next_one():
+    simulator = Simulator("lru", 10_000, 20_000, 1, loop="by_layer")
+    simulator.core.add_adapter(simulator.identities[0], simulator.cache.allocate_host(ADAPTER_SLOTS))
+    prompts = array("q", range(8192 // TOKENS_PER_SLOT)), array("q", range(5_000, 5_010))  # the first fills a batch
+    first, second = simulator.run([Job(0.0, 0, prompt, 1) for prompt in prompts]).ttft
+    assert first == pytest.approx(8192 / COSTS["prefill_tokens_per_s"])
+    assert second - first == pytest.approx(COSTS["decode_step_s"]), "its pass takes place while the adapter is on its way"
+
+
+@pytest.mark.parametrize("late_slots", [1, 2 * ADAPTER_SLOTS])
+def test_with_a_bound_every_request_is_served_and_every_slot_is_accounted_for(late_slots: int):
+    jobs = jobs_of_turns()
+    simulator = play("lru", 150, jobs, loop="by_layer", late_slots=late_slots)
+    assert len(simulator.outcome.ttft) == len(jobs) - int(len(jobs) * CONSTANTS["warm_up_share"])
+    assert simulator.cache.num_free_slots + simulator.cache.evictable_size() == 150
+    simulator.core.check_invariants()
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 def test_every_loop_serves_every_request_and_accounts_for_every_slot(loop: str):
     jobs = jobs_of_turns()
@@ -114,6 +162,7 @@ def test_a_run_that_is_older_than_a_field_is_one_of_its_default():
     run = {"workload": "azure", "adapters": 100, "spread": "skewed", "pool_share": 0.25, "rate_share": 0.5, "policy": "lru"}
     assert case.is_of(run) and case.is_of({**run, "loop": "synchronous"})
     assert not case.is_of({**run, "loop": "fenced"}) and not replace(case, loop="fenced").is_of(run)
+    assert not replace(case, late_slots=20).is_of(run)
 
 
 def test_the_oracle_loses_to_nobody():
