@@ -321,9 +321,10 @@ class LoraTreeCache(UnifiedRadixCache):
 
     def ready_to_load_host_cache(self) -> int:
         """What SGLang calls for a batch that it has formed: start the queued copies, which its forward pass waits for."""
-        self.coming = self.queued_adapters if self.waits_by_layer else []
-        self._awaited.update(node.node.id for node in self.coming)
-        self.num_came_with_batch += len(self.coming)
+        self.coming = self.queued_adapters if self.waits_by_layer and self.cache_controller.load_queue else []
+        if self.coming:
+            self._awaited.update(lora_node.node.id for lora_node in self.coming)
+            self.num_came_with_batch += len(self.coming)
         return super().ready_to_load_host_cache()
 
     @property
@@ -338,6 +339,12 @@ class LoraTreeCache(UnifiedRadixCache):
     def is_awaited(self, lora_node: LoraNode) -> bool:
         """Coming in with a batch: its forward pass waits for the rows, and what runs after it finds them whole."""
         return lora_node.node.id in self._awaited
+
+    def comes_with_batch(self, lora_node: LoraNode) -> bool:
+        """Whether the copy of an adapter started with a batch, or starts with the one that is being formed."""
+        if self.is_awaited(lora_node):
+            return True
+        return self.waits_by_layer and self.has_queued_loads and lora_node in self.queued_adapters
 
     @property
     def queued_adapters(self) -> list[LoraNode]:

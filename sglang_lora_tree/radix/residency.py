@@ -224,9 +224,9 @@ class Residency(Tiers):
         return Verdict.READY
 
     def _may_be_used(self, member: str) -> bool:
-        """Whether a batch that is formed now finds every row of an adapter on the GPU when it needs it."""
+        """Whether a batch that is formed now finds every row of an adapter, which is on the GPU or comes, when it needs it."""
         lora_node = self.core.lora_nodes[member]
-        return self.is_whole(member) or (self.cache.waits_by_layer and lora_node in self.cache.queued_adapters)
+        return not self.cache.is_in_flight(lora_node.node.id) or self.cache.comes_with_batch(lora_node)
 
     def note_rejected(self, request_id: str, alone: bool) -> None:
         """A request that was READY found no room for its tokens."""
