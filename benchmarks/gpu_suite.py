@@ -67,6 +67,8 @@ PARTS = (
     Part("demo", (PYTHON, "examples/demo.py", "--out", "OUT/demo", "--", "--attention-backend", "triton"), 280, timed=False),
     Part("acceptance", benchmark("acceptance_gpu", "--phases", "graphs", "bf16"), 280, timed=False),
     Part("prefill_graphs", benchmark("acceptance_gpu", "--phases", "prefill_graphs"), 300, timed=False),
+    Part("joined_graphs", benchmark("acceptance_gpu", "--phases", "joined_graphs"), 280, timed=False),
+    Part("late_loads", benchmark("acceptance_gpu", "--phases", "late_loads", "late_loads_graphs"), 400, timed=False),
     Part("loads", benchmark("acceptance_gpu", "--phases", "loads", "bf16_served"), 280, timed=False),
     Part(
         "sanitizer",  # the other tests take minutes under it

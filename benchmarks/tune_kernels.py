@@ -35,11 +35,10 @@ Variation = dict[str, Any]
 DECODE_SHRINKS: list[Variation] = [
     {"shrink_block_n": n, "shrink_block_k": k, "shrink_workers": workers, "shrink_warps": 4, "shrink_stages": stages}
     for n, k, workers, stages in (
-        (16, 128, 128, 8), (16, 128, 32, 8), (16, 128, 64, 8), (16, 128, 256, 8), (16, 128, 512, 8), (16, 128, 64, 5),
-        (16, 128, 128, 5), (16, 128, 256, 5), (32, 128, 64, 4), (32, 128, 128, 4), (32, 128, 64, 8), (64, 128, 32, 5),
+        (16, 128, 32, 8), (16, 128, 16, 8), (16, 128, 64, 8), (16, 128, 32, 5), (16, 64, 64, 6),
+        (32, 128, 32, 4), (32, 128, 32, 8), (64, 128, 16, 5), (64, 128, 16, 8),
     )
 ]
-LOCATORS: list[Variation] = [{"shrink_locators": count} for count in (32, 16, 8)]
 DECODE_EXPANDS: list[Variation] = [
     {"expand_block_d": d, "expand_items": items, "expand_warps": 4, "expand_stages": stages}
     for d, items, stages in ((128, 2, 3), (128, 2, 5), (128, 2, 7), (64, 2, 5), (128, 4, 5), (128, 1, 5))
@@ -65,7 +64,7 @@ def candidates(tokens: int) -> tuple[Config, list[Variation], list[Variation]]:
 def tune(tokens: int, cost: Cost) -> Config:
     """The cheapest config for `tokens` tokens: the best shrink, then the best expand, then with and without a side stream."""
     best, shrinks, expands = candidates(tokens)
-    for variations in (shrinks, LOCATORS, expands, [{"overlap": True}, {"overlap": False}]):
+    for variations in (shrinks, expands, [{"overlap": True}, {"overlap": False}]):
         tried = [replace(best, **variation) for variation in variations]
         best = min(tried, key=cost)
     return replace(best, max_tokens=tokens)

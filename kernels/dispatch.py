@@ -31,9 +31,7 @@ class Config:
     """Rows of A at once: a multiple of RANK_TILE."""
     shrink_block_k: int
     shrink_workers: int
-    """Programs that share a tile's rows of A, and their segments."""
-    shrink_locators: int
-    """Programs beside them that find a tile's rows of B."""
+    """Programs that share a tile's rows of A."""
     shrink_warps: int
     shrink_stages: int
     expand_block_d: int
@@ -47,8 +45,8 @@ class Config:
 
 
 DEFAULT = (
-    Config(512, 16, True, 16, 128, 128, 32, 4, 8, 128, 2, 4, 5, True),
-    Config(1 << 62, 64, False, 32, 64, 4, 4, 4, 6, 64, 1, 4, 2, False),
+    Config(512, 16, True, 16, 128, 32, 4, 8, 128, 2, 4, 5, True),
+    Config(1 << 62, 64, False, 32, 64, 4, 4, 6, 64, 1, 4, 2, False),
 )
 """For a GPU without a table of its own."""
 

@@ -40,21 +40,21 @@ def _finish(  # type: ignore[no-untyped-def]
         rest -= value.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["layer", "num_tokens", "workers"])
+@triton.jit(do_not_specialize=["layer", "num_tokens"])
 def _shrink_kernel(  # type: ignore[no-untyped-def]
     x, sums, parts, b_rows, arrivals, pointers, slots, first_slot, slot_count, row_start, rank, scaling, order, item_indptr,
-    items, layer, num_tokens, workers, x_stride, sum_stride, part_stride, record_stride,
+    items, layer, num_tokens, x_stride, sum_stride, part_stride, record_stride,
     D: tl.constexpr, W: tl.constexpr, MODULES: tl.constexpr, TABLE_MODULES: tl.constexpr,
     ITEM_HEADER: tl.constexpr, RANK_TILE: tl.constexpr, SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr, UPCAST: tl.constexpr,
     CHUNKS: tl.constexpr, MOST_CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of tokens x every WORKERS-th piece of work: a block of its items' rows of A x some segments of d_in.
+    """One program: a tile of tokens x every WORKERS-th block of its items' rows of A x some segments of d_in.
 
     A tile's rows of A are those of its items, of all modules that read this x: one dot has the rows of several
     adapters and modules, and x is read once for them. Of the programs that share a block's segments, the last to arrive
-    adds them up, in their order. A tile's programs after WORKERS find B's rows (locate.py).
+    adds them up, in their order. One more program per block finds B's rows (locate.py).
     """
     NUM: tl.constexpr = len(MODULES)
     A_CHUNKS: tl.constexpr = (D + W - 1) // W
@@ -67,15 +67,15 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     UNITS: tl.constexpr = BLOCK_N // RANK_TILE
     ITEM_STRIDE: tl.constexpr = ITEM_HEADER + 2 * BLOCK_T
     tile = tl.program_id(0)
-    program = tl.program_id(1)
+    split = tl.program_id(2)
 
     item_begin = tl.load(item_indptr + tile)
     units = (tl.load(item_indptr + tile + 1) - item_begin) * NUM  # a unit is RANK_TILE rows: an item's, of one module
-    if program >= workers:
+    if split == SPLITS:
         locate(
-            b_rows, pointers, slots, first_slot, slot_count, row_start, rank, items, item_begin, program - workers, units,
-            tl.num_programs(1) - workers, layer, record_stride, A_CHUNKS, W, x.dtype.element_ty, MODULES, CHUNKS, MOST_CHUNKS,
-            BLOCK_C, TABLE_MODULES, ITEM_STRIDE, RANK_TILE,
+            b_rows, pointers, slots, first_slot, slot_count, row_start, rank, items, item_begin, tl.program_id(1), units,
+            tl.num_programs(1), layer, record_stride, A_CHUNKS, W, x.dtype.element_ty, MODULES, CHUNKS, MOST_CHUNKS, BLOCK_C,
+            TABLE_MODULES, ITEM_STRIDE, RANK_TILE,
         )  # fmt: skip
         return
     lanes = tl.arange(0, BLOCK_T)
@@ -85,10 +85,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     n = tl.arange(0, BLOCK_N)
     offsets = tl.arange(0, BLOCK_K)
 
-    blocks = (units + UNITS - 1) // UNITS
-    for work in range(program, blocks * SPLITS, workers):
-        split = work // blocks
-        first_unit = work % blocks * UNITS
+    for first_unit in range(tl.program_id(1) * UNITS, units, tl.num_programs(1) * UNITS):
         unit = first_unit + n // RANK_TILE
         item = item_begin + unit // NUM
         m = unit % NUM
@@ -170,16 +167,15 @@ def shrink(
     parts = torch.empty((num_parts, *shape), dtype=dtype, device=x.device)
     b_rows = torch.empty((pairs.num_items, len(modules), max(chunks), RANK_TILE), dtype=torch.int64, device=x.device)
     stages = config.shrink_stages if pool.dtype.itemsize == 2 else config.shrink_stages // 2  # in as much shared memory
-    blocks = ceil_divide(pairs.launch_items * len(modules) * RANK_TILE, config.shrink_block_n)  # of a tile, at most
-    if blocks == 0:
+    workers = min(config.shrink_workers, ceil_divide(pairs.launch_items * len(modules) * RANK_TILE, config.shrink_block_n))
+    if workers == 0:
         return parts, b_rows
-    workers, locators = min(config.shrink_workers, blocks * splits), min(config.shrink_locators, blocks)
     sums = torch.empty((splits, *shape), dtype=torch.float32, device=x.device) if splits > 1 else parts
-    grid = (ceil_divide(x.shape[0], pairs.block_t), workers + locators)
+    grid = (ceil_divide(x.shape[0], pairs.block_t), workers, splits + 1)
     _shrink_kernel[grid](
         x, sums, parts, b_rows, pairs.arrivals, pool.pointers, table.slots, table.first_slot, table.slot_count, table.row_start,
-        table.rank, table.scaling, pairs.order, pairs.item_indptr, pairs.items, layer, x.shape[0], workers, x.stride(0),
-        sums.stride(0), parts.stride(0), table.record_stride,
+        table.rank, table.scaling, pairs.order, pairs.item_indptr, pairs.items, layer, x.shape[0], x.stride(0), sums.stride(0),
+        parts.stride(0), table.record_stride,
         D=d_in, W=pool.width, MODULES=modules, TABLE_MODULES=NUM_MODULES, ITEM_HEADER=ITEM_HEADER,
         RANK_TILE=RANK_TILE, SEGMENT=SEGMENT, SEGMENTS=segments, SPLITS=splits, PARTS=num_parts, BLOCK_T=pairs.block_t,
         BLOCK_N=config.shrink_block_n, BLOCK_K=block_width(min(pool.width, SEGMENT), config.shrink_block_k),

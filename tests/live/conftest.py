@@ -42,24 +42,18 @@ class Configuration:
     command: tuple[str, ...] = LAUNCH
 
 
-_TESTED = {"verify_invariants": True, "delay_loads": 5, "patience_passes": PATIENCE, "join_operations": True}
-_SMALL = (
-    "--skip-tokenizer-init",
-    "--dtype",
-    "float32",
-    "--chunked-prefill-size",
-    "32",
-    "--lora-tree",
-    json.dumps(_TESTED),
-)
+_TESTED = {"verify_invariants": True, "patience_passes": PATIENCE, "join_operations": True}
+_SMALL = ("--skip-tokenizer-init", "--dtype", "float32", "--chunked-prefill-size", "32", "--lora-tree")
 CONFIGURATIONS = {
     # A pool far too small, loads held back with NaN in their rows, SGLang's leak check at every step.
     "small": Configuration(
-        (*_SMALL, "--max-total-tokens", "600", "--enable-metrics"), {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+        (*_SMALL, json.dumps({**_TESTED, "delay_loads": 5}), "--max-total-tokens", "600", "--enable-metrics"),
+        {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"},
     ),
-    # The same on two ranks that compare their trees and decisions; adapters are larger where K and V are narrower.
+    # Such a pool on two ranks that compare their trees and decisions (adapters are larger where K and V are narrower), and
+    # loads come in with the batch that needs them.
     "tp2": Configuration(
-        (*_SMALL, "--max-total-tokens", "900", "--tp", "2", "--page-size", "4"),
+        (*_SMALL, json.dumps(_TESTED), "--max-total-tokens", "900", "--tp", "2", "--page-size", "4"),
         {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"},
     ),
     # As a user starts it, with the other of SGLang's two commands.
