@@ -25,33 +25,33 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import requests
 import torch
 
 from benchmarks import results
 from benchmarks.acceptance_bf16 import bf16_error, bf16_served
+from benchmarks.acceptance_loads import late_loads, late_loads_graphs, loads
 from benchmarks.acceptance_small import (
     DECODE_GRAPHS,
     DEVICE,
+    FLOAT32,
     GRAPHS,
-    LONGEST_PROMPT,
     ON_GPU,
     SMALL_ADAPTERS,
     SMALL_MIXES,
-    TIE,
     Mix,
     Records,
     ask,
-    greedy,
     make_small,
+    push_out,
     random_prompt,
     small_options,
+    swap_in_record,
     text,
     tree_options,
 )  # fmt: skip
 from benchmarks.llama8b import write_adapter, write_config
-from benchmarks.server import Server, sampling, start_side_by_side
-from tests.models import ALL_LINEAR, Oracle
+from benchmarks.server import Server, start_side_by_side
+from tests.models import Oracle
 
 # ---- Exactness over the server ----
 
@@ -153,155 +153,7 @@ def check_exactness(work: Path, name: str, server: Server, note: str) -> Records
     ]
 
 
-def push_out(server: Server, rng: random.Random, count: int) -> int:
-    """Base prompts that fill the pool all at once, so that everything else leaves it; until `count` adapters have.
-
-    Returns:
-        Adapters that were swapped out.
-    """
-    tree = server.tree()
-    before, size = tree["counters"]["swap_outs"], tree["pool"]["gpu_size"]
-    num_prompts, num_new, swapped = -(-size // LONGEST_PROMPT), 32, 0
-    length = (size - 64) // num_prompts - num_new
-    for _ in range(4):
-        prompts = [random_prompt(rng, length) for _ in range(num_prompts)]
-        server.generate(input_ids=prompts, sampling_params=greedy(num_new))  # one batch: they run side by side
-        swapped = server.tree()["counters"]["swap_outs"] - before
-        if swapped >= count:
-            break
-    return swapped
-
-
-def swap_in_record(name: str, counters: Mapping[str, float]) -> dict[str, Any]:
-    """What the served run copied to its GPU, by its own counters."""
-    num_bytes, seconds = counters["load_bytes"], counters["load_seconds"]
-    rate = f", {num_bytes / seconds / 1e9:.1f} GB/s" if seconds else ""  # the CPU keeps no time of copies
-    note = f"{num_bytes / 1e6:.1f} MB in {counters['swap_ins']} adapters and history KV{rate}; from start event to finish event"
-    return results.record(f"swap_in_seconds/{name}", seconds, "s", note=note)
-
-
-# ---- Exactness while adapters come in ----
-
-MANY_ADAPTERS = SMALL_ADAPTERS | {f"e{index}": {"r": 16, "lora_alpha": 32, "target_modules": ALL_LINEAR} for index in range(8)}
-"""Some 3,200 slots."""
-MANY_MIXES: tuple[Mix | None, ...] = (
-    *SMALL_MIXES,
-    *({f"e{index}": 1.0} for index in range(8)),
-    {"e0": 0.7, "e1": 0.3},
-    {"b": 0.5, "e2": -0.25},
-    {"e3": 0.5, "e4": 0.3, "e5": 0.3},
-    {"d": 0.5, "e5": 0.3, "e6": -0.25, "e7": 0.7},
-)
-LOADS_POOL = 2400
-LOADS_ROUNDS = 4
-
-
-def loads(work: Path) -> Records:
-    """`check_loads` with decode graphs, where each copy of an adapter is held back by five steps of the loop, its rows full of
-    NaN until then."""
-    records, came_with_batch = check_loads(work, "loads", DECODE_GRAPHS, {"delay_loads": 5}, {}, "rows NaN until then")
-    assert came_with_batch == 0, "what is held back comes in with no batch"
-    return records
-
-
-def late_loads(work: Path) -> Records:
-    """`check_loads` where a prefill is computed while its adapters come in, each pool layer 20 ms after the one before."""
-    return check_late_loads(work, "late_loads", DECODE_GRAPHS)
-
-
-def late_loads_graphs(work: Path) -> Records:
-    """The same with prefill graphs."""
-    options = [*GRAPHS, "--cuda-graph-backend-prefill", "breakable", "--cuda-graph-max-bs-prefill", "2048"]
-    return check_late_loads(work, "late_loads_graphs", options)
-
-
-def check_late_loads(work: Path, label: str, graphs: Sequence[str]) -> Records:
-    delay = {"SGLANG_TEST_HICACHE_H2D_DELAY_CYCLES": "40000000"} if ON_GPU else {}
-    records, came_with_batch = check_loads(work, label, graphs, {}, delay, "a pool layer every 20 ms")
-    return [*records, results.record(f"came_with_batch/{label}", came_with_batch, "adapters", limit="value >= 24")]
-
-
-def check_loads(
-    work: Path,
-    label: str,
-    graphs: Sequence[str],
-    settings: Mapping[str, Any],
-    environment: Mapping[str, str],
-    how: str,
-) -> tuple[Records, int]:
-    """Exactness while copies are in flight, every invariant checked at every pass; and how many adapters came in with a batch.
-
-    The pool holds fewer than half of the adapters. In each round 32 requests come at once, for adapters and mixes of up to
-    four; before a round the cache is flushed (adapters are read from their files) or filled with base prompts.
-    """
-    model, adapters = make_small(work, MANY_ADAPTERS)
-    options = [*small_options(model, LOADS_POOL), *tree_options(adapters, {**settings, "verify_invariants": True})]
-    options += [*graphs, "--decode-log-interval", "1"]
-    rng = random.Random(23)
-    cases: list[tuple[list[int], Mix | None, int]] = []
-    answers: list[tuple[list[int], list[float]]] = []
-    with Server(options, work / f"{label}.log", {**FLOAT32, **environment}) as server:
-        swap_outs = server.tree()["counters"]["swap_outs"]
-        with sampling(lambda: sample_load(server), 0.02) as samples:
-            for round_number in range(LOADS_ROUNDS):
-                if round_number % 2:
-                    push_out(server, rng, 1)
-                else:
-                    flush(server)
-                asked = [
-                    (random_prompt(rng, rng.randrange(10, 60)), rng.choice(MANY_MIXES), rng.choice((8, 24, 24, 96)))
-                    for _ in range(32)
-                ]
-                with ThreadPoolExecutor(32) as pool:
-                    answers += pool.map(lambda case: ask(server, *case), asked)
-                cases += asked
-        tree = server.tree()
-        log = server.read_log().splitlines()
-    oracle = Oracle(model, adapters, device=DEVICE, dtype=torch.float64)
-    wrong, worst = 0, 0.0
-    for (prompt, mix, _), (tokens, logprobs) in zip(cases, answers, strict=True):
-        best, exact, _ = oracle.judge(prompt, tokens, mix)
-        if max(high - own for high, own in zip(best, exact, strict=True)) >= TIE:
-            wrong += 1
-            print(f"{label}: {mix} answers {tokens[:8]}..., which is not PEFT's")
-        else:
-            worst = max(worst, *(abs(own - served) for own, served in zip(exact, logprobs, strict=True)))
-    counters = tree["counters"]
-    replays = sum("Decode batch" in line and "graph: True" in line for line in log)
-    note = f"float32, decode CUDA graphs, {len(cases)} answers of 8 to 96 tokens while adapters came in, {how}"
-    records = [
-        results.record(f"exact_wrong_answers/{label}", wrong, "answers", limit="value <= 0", note=note),
-        results.record(
-            f"exact_logprob_difference/{label}", worst, "nats", limit="value <= 0.0001", note=f"{note}; against float64"
-        ),
-        results.record(f"exact_swapped_out/{label}", counters["swap_outs"] - swap_outs, "adapters", limit="value >= 12"),
-        results.record(
-            f"loads_in_flight/{label}",
-            counters["swap_ins"],
-            "copies",
-            limit="value >= 24",
-            note=f"of adapters; {sum(samples)} of {len(samples)} samples while requests ran saw one in flight",
-        ),
-        results.record(f"decode_graphs_used/{label}", replays, "steps", limit="value >= 50" if ON_GPU else None),
-        results.record(f"invalid_kv/{label}", tree["invalid_kv"], "tokens", limit="value <= 0"),
-        swap_in_record(label, counters),
-    ]
-    return records, counters["came_with_batch"]
-
-
-def flush(server: Server) -> None:
-    """Empty the cache: SGLang refuses for as long as something runs."""
-    for _ in range(100):
-        if requests.post(f"{server.url}/flush_cache", timeout=60).ok:
-            return
-        time.sleep(0.1)
-    raise RuntimeError("the server is never idle")
-
-
-def sample_load(server: Server) -> bool | None:
-    """Whether an adapter is being copied; None while no request holds KV."""
-    tree = server.tree()
-    return tree["adapters"]["loading"] > 0 if tree["pool"]["slots"]["gpu"]["running_kv"] else None
+# ---- Prefill graphs ----
 
 
 def prefill_graphs(work: Path) -> Records:
@@ -423,11 +275,6 @@ def run_32(server: Server, rng: random.Random, choose: Callable[[int], Mix | Non
     assert all(len(answer["output_ids"]) == num_new for answer in answers)
     return 32 * num_new / (time.monotonic() - start)
 
-
-FLOAT32 = {
-    "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",  # SGLang's norms on CUDA know half precision only
-    "TRITON_F32_DEFAULT": "ieee",  # Triton's attention would multiply in TF32
-}
 
 PHASES: dict[str, Callable[[Path], Records]] = {
     "bf16": bf16_error,

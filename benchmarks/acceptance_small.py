@@ -1,4 +1,4 @@
-"""The small model of the acceptance on a GPU: its adapters, mixes and servers' options."""
+"""The small model of the acceptance on a GPU: its adapters, mixes and servers' options, and what all phases ask of a server."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import results
 from benchmarks.server import Server
 from tests.models import ALL_LINEAR, make_adapters, make_llama
 
@@ -26,6 +27,12 @@ LONGEST_PROMPT = 3900
 """Tokens; the small model knows 4,096 positions."""
 TIE = 1e-4
 """Two tokens whose log probabilities differ by less are equally greedy in float32: no more is asked of log probabilities."""
+
+FLOAT32 = {
+    "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",  # SGLang's norms on CUDA know half precision only
+    "TRITON_F32_DEFAULT": "ieee",  # Triton's attention would multiply in TF32
+}
+"""Environment of a server whose answers are compared in float32."""
 
 GRAPHS = ["--attention-backend", "triton", "--cuda-graph-max-bs-decode", "32"]
 DECODE_GRAPHS = [*GRAPHS, "--cuda-graph-backend-prefill", "disabled"] if ON_GPU else []
@@ -85,3 +92,30 @@ def ask(server: Server, prompt: list[int], mix: Mix | None, num_new: int) -> tup
     """Greedy tokens and their log probabilities."""
     answer = server.generate(input_ids=prompt, lora_path=text(mix), sampling_params=greedy(num_new), return_logprob=True)
     return answer["output_ids"], [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+
+
+def push_out(server: Server, rng: random.Random, count: int) -> int:
+    """Base prompts that fill the pool all at once, so that everything else leaves it; until `count` adapters have.
+
+    Returns:
+        Adapters that were swapped out.
+    """
+    tree = server.tree()
+    before, size = tree["counters"]["swap_outs"], tree["pool"]["gpu_size"]
+    num_prompts, num_new, swapped = -(-size // LONGEST_PROMPT), 32, 0
+    length = (size - 64) // num_prompts - num_new
+    for _ in range(4):
+        prompts = [random_prompt(rng, length) for _ in range(num_prompts)]
+        server.generate(input_ids=prompts, sampling_params=greedy(num_new))  # one batch: they run side by side
+        swapped = server.tree()["counters"]["swap_outs"] - before
+        if swapped >= count:
+            break
+    return swapped
+
+
+def swap_in_record(name: str, counters: Mapping[str, float]) -> dict[str, Any]:
+    """What the served run copied to its GPU, by its own counters."""
+    num_bytes, seconds = counters["load_bytes"], counters["load_seconds"]
+    rate = f", {num_bytes / seconds / 1e9:.1f} GB/s" if seconds else ""  # the CPU keeps no time of copies
+    note = f"{num_bytes / 1e6:.1f} MB in {counters['swap_ins']} adapters and history KV{rate}; from start event to finish event"
+    return results.record(f"swap_in_seconds/{name}", seconds, "s", note=note)

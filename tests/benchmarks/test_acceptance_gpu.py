@@ -13,10 +13,10 @@ import torch
 from background import Background, in_background, run_command
 from transformers import LlamaForCausalLM
 
-from benchmarks import acceptance_gpu, acceptance_small
+from benchmarks import acceptance_small
 from benchmarks.acceptance_bf16 import MERGED_MIXES, save_merged
-from benchmarks.acceptance_gpu import LOADS_POOL, MANY_ADAPTERS, MANY_MIXES, push_out
-from benchmarks.acceptance_small import SMALL_ADAPTERS, SMALL_POOL, TIE, make_small
+from benchmarks.acceptance_loads import LOADS_POOL, MANY_ADAPTERS, MANY_MIXES
+from benchmarks.acceptance_small import SMALL_ADAPTERS, SMALL_POOL, TIE, make_small, push_out
 from tests.models import Oracle
 
 MIX = {"b": 0.5, "d": -0.25}
@@ -89,8 +89,8 @@ def test_each_mix_knows_its_adapters() -> None:
 
 def test_a_copy_without_a_clock_is_a_record_too() -> None:
     counters = {"load_bytes": 2e9, "load_seconds": 0.0, "swap_ins": 3}
-    assert acceptance_gpu.swap_in_record("x", counters)["value"] == 0
-    record = acceptance_gpu.swap_in_record("x", {**counters, "load_seconds": 0.1})
+    assert acceptance_small.swap_in_record("x", counters)["value"] == 0
+    record = acceptance_small.swap_in_record("x", {**counters, "load_seconds": 0.1})
     assert record["metric"] == "swap_in_seconds/x" and "2000.0 MB" in record["note"] and "20.0 GB/s" in record["note"]
 
 
