@@ -319,6 +319,14 @@ class LoraTreeCache(UnifiedRadixCache):
         if self.cache_controller.load_queue:
             super().ready_to_load_host_cache()
 
+    def load_back(self, *args: Any, **kwargs: Any) -> bool:
+        """As SGLang's, but no: while as many loads are under way as it has events for. It would stop at the next one; so a
+        prompt's history KV is computed again."""
+        controller = self.cache_controller
+        if controller is not None and len(controller.ack_load_queue) >= controller.layer_done_counter.num_counters:
+            return False
+        return super().load_back(*args, **kwargs)
+
     def ready_to_load_host_cache(self) -> int:
         """What SGLang calls for a batch that it has formed: start the queued copies, which its forward pass waits for."""
         self.coming = self.queued_adapters if self.waits_by_layer and self.cache_controller.load_queue else []

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["Counters", "Demand", "Residency", "Verdict"]
 
 MOST_LATE_SLOTS = 3200
-"""Of adapters that come in with one batch, which all of it waits for; the first request's come in any case. Their copy takes
-about as long as a decode step (8B model, H200: docs/eval.md)."""
+"""Of adapters that come in with one batch, which all of it waits for. Their copy takes about as long as a decode step (8B model,
+H200: docs/eval.md)."""
 
 OVERTAKE_FACTOR = 4
 """After this many times ``patience_passes``, nobody younger than the blocker is admitted."""
@@ -352,9 +352,11 @@ class Residency(Tiers):
         if not on_host or not self.cache.has_load_slot():
             return
         needed = sum(self._layouts[member].num_slots for member in absent)
-        if self.cache.waits_by_layer and (queued := self.cache.queued_adapters):
-            if needed + sum(self._layouts[lora_node.identity].num_slots for lora_node in queued) > MOST_LATE_SLOTS:
-                return  # to the next pass
+        late = needed + sum(self._layouts[lora_node.identity].num_slots for lora_node in self.cache.queued_adapters)
+        is_too_late = self.cache.waits_by_layer and late > MOST_LATE_SLOTS
+        if is_too_late and self.cache.has_queued_loads:  # to the next pass
+            self._note_no_room(request_id, alone)
+            return
         if needed > room or not self.ensure_indices(len(on_host)):
             self._note_no_room(request_id, alone)
             return
@@ -364,6 +366,8 @@ class Residency(Tiers):
                 self._note_no_room(request_id, alone)
                 return
             hold.device[member] = self.cache.hold(lora_node)
+        if is_too_late:  # by itself: no batch waits for it, and the request does so in the queue
+            self.cache.submit_loads()
 
     def _note_no_room(self, request_id: str, alone: bool) -> None:
         self._passes_waited[request_id] = self._passes_waited.get(request_id, 0) + 1

@@ -168,7 +168,12 @@ def limit_length(result: None, scheduler: Any, req: Req) -> None:
 
 def _refuse(req: Req, message: str) -> None:
     req.set_finish_with_abort(message, status_code=HTTPStatus.BAD_REQUEST)
-    req.lora_id = req.lora_tree_ticket.demand = None  # SGLang runs refused requests for one token: the base model can do that
+    _make_base(req)
+
+
+def _make_base(req: Req) -> None:
+    """SGLang runs whoever is to be aborted for one token more: the base model can do that, whatever is on the GPU."""
+    req.lora_id = req.lora_tree_ticket.demand = None
     req.extra_key = namespace_key(BASE_IDENTITY, "refused")
 
 
@@ -330,8 +335,9 @@ def can_schedule(original: Callable[..., bool], scheduler: Any, req: Req, runnin
     state.num_looked_at += 1
     if scheduler.lora_drainer and not scheduler.lora_drainer.can_schedule(req):
         return False
-    if req.to_finish is not None:
-        return True  # refused already; it only has to pass through
+    if req.to_finish is not None:  # refused by us or by SGLang, or aborted and retracted: it only has to pass through
+        _make_base(req)
+        return True
     demand = req.lora_tree_ticket.demand
     if demand is not None:
         if state.num_waits >= MAX_WAITS and not all(map(residency.resident.__contains__, demand.members)):

@@ -70,6 +70,22 @@ def test_a_request_that_would_stop_the_scheduler_is_a_400(client: Client) -> Non
         assert response.status_code == 400, response.text
 
 
+def test_what_sglang_refuses_in_the_scheduler_needs_no_adapter(client: Client) -> None:
+    """It runs such requests for one token, also where their adapters are on no GPU."""
+    bodies: list[dict[str, Any]] = [
+        {"return_logprob": True, "logprob_start_len": 1000, "sampling_params": {"max_new_tokens": 2}},
+        {"sampling_params": {"max_new_tokens": 2, "regex": "(["}},
+        {"sampling_params": {"max_new_tokens": 2, "json_schema": '{"type": 5}'}},
+    ]
+    expected = client.native(lora=MIXES[1])
+    for mix in ("math", {"math": 0.5, "json": 0.5}):
+        for body in bodies:
+            client.server.flush()
+            response = client.server.post("/generate", {"text": "x", "lora": mix, **body})
+            assert response.status_code == 400, (body, response.text)
+    assert client.native(lora=MIXES[1]) == expected
+
+
 def test_what_a_running_server_cannot_do_right_is_refused(client: Client) -> None:
     asked: list[tuple[str, dict[str, Any], str]] = [
         ("/release_memory_occupation", {}, "adapters live in the memory"),

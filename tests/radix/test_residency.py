@@ -227,15 +227,88 @@ def test_a_burst_of_absent_adapters_comes_in_a_few_at_a_time(make_tree, monkeypa
     assert pass_once(loop, tree) == ["c", "d"]
     tree.cache.check_hicache_events()  # no more than two loads at once, so that a batch's own has its place
     assert pass_once(loop, tree) == ["e", "two"]
-    monkeypatch.setattr(residency, "MOST_LATE_SLOTS", 1)
-    loop.run(50)
-    tree.settle()
-    for name in "ab":
-        tree.cache.evict_adapter(tree.core.lora_nodes[tree.demand({name: 1.0}).identity])
-        loop.submit(f"{name} again", {name: 1.0}, [5, 6])
-    assert [pass_once(loop, tree) for _ in range(2)] == [["a again"], ["b again"]], "one comes in, however large"
     loop.run(50)
     finish(tree, loop)
+
+
+def test_more_than_a_batch_may_wait_for_comes_in_by_itself(make_tree, monkeypatch) -> None:
+    """And nobody waits for it but its own request."""
+    monkeypatch.setattr(residency, "MOST_LATE_SLOTS", SLOTS + 1)
+    tree = make_tree("abc")
+    loop = Loop(tree)
+    loop.submit("large", {"a": 0.5, "b": 0.5}, [1, 2])
+    loop.submit("other", {"c": 1.0}, [1, 2])
+    assert pass_once(loop, tree) == []
+    assert pass_once(loop, tree) == ["other"]
+    assert [lora_node.identity for lora_node in tree.cache.coming] == list(tree.demand({"c": 1.0}).members)
+    assert tree.residency.num_resident == 3 and pass_once(loop, tree) == []
+    tree.cache.check_hicache_events()
+    assert pass_once(loop, tree) == ["large"]
+    loop.run(50)
+    finish(tree, loop)
+
+
+@pytest.mark.parametrize("most", [2 * SLOTS, 10**6])
+def test_who_waits_for_a_later_batch_does_not_wait_for_ever(make_tree, monkeypatch, most: int) -> None:
+    """Behind a stream of requests of higher priority, each of which brings an adapter in."""
+    monkeypatch.setattr(residency, "MOST_LATE_SLOTS", most)
+    tree = make_tree("abcdef", pool_slots=62)
+    loop = Loop(tree)
+    for name in "abcdef":
+        tree.residency.start_reading(tree.demand({name: 1.0}).identity)
+    tree.finish_reads()
+    loop.submit("large", {"e": 0.5, "f": 0.5}, [1, 2])
+    for step in range(100):
+        loop.submit(f"stream {step}", {"abcd"[step % 4]: 1.0}, [step % 50, 3])
+        loop.waiting.sort(key=lambda request: request.id == "large")
+        loop.step()
+        tree.check()
+        if "large" in loop.admitted:
+            break
+    assert "large" in loop.admitted
+    loop.run(500)
+    finish(tree, loop)
+
+
+class Held:
+    """An event that was recorded and never comes."""
+
+    recorded = False
+
+    def record(self) -> None:
+        self.recorded = True
+
+    def query(self) -> bool:
+        return not self.recorded
+
+    def wait(self, stream: object = None) -> None: ...
+
+
+def test_history_that_finds_no_place_among_the_loads_is_computed_again(make_tree, monkeypatch) -> None:
+    """SGLang has three events for loads, asks nobody before it queues one, and would stop at the fourth: here two pins' copies
+    are under way while two batches want history KV."""
+    tree = make_tree("ab", pool_slots=400)
+    prompts = [list(range(10 * number, 10 * number + 8)) for number in (1, 2)]
+    for prompt in prompts:
+        tree.add_kv(None, prompt)
+    tree.settle()
+    tree.cache.evict_some(1000)
+    tree.settle()
+    for event in tree.cache.cache_controller.layer_done_counter.events:
+        event.load_events[-1] = Held()
+    monkeypatch.setattr(tree.cache, "_count_ready_acks", lambda queue: 0)
+    for name in "ab":
+        assert tree.residency.start_reading(tree.demand({name: 1.0}).identity)
+        tree.finish_reads()
+        tree.residency.poll()
+        assert tree.cache.start_swap_in(tree.core.lora_nodes[tree.demand({name: 1.0}).identity])
+        tree.cache.submit_loads()
+    loop = Loop(tree)
+    for number, prompt in enumerate(prompts):
+        assert tree.matched(None, prompt) == len(prompt)
+        loop.submit(str(number), None, [*prompt, 99])
+        assert pass_once(loop, tree) == [str(number)]
+    assert len(tree.cache.cache_controller.ack_load_queue) == 3
 
 
 def test_where_nothing_waits_layer_by_layer_an_adapter_is_whole_before_its_request_runs(make_tree) -> None:
