@@ -185,7 +185,7 @@ def run(num_nodes: int, num_waiting: int, steps: int) -> list[dict[str, Any]]:
         STATE.queue = make_queue(settings)
         client = AdvisorClient(settings)
         STATE.plans = Plans(tree.residency, STATE.queue, settings, client, tuple)
-        for start in ("_fetch_next", "_swap_in_next"):  # copies are not counted: none is started
+        for start in ("_read_next", "_fetch_next", "_swap_in_next"):  # copies are not counted: none is started
             setattr(STATE.plans.swapper, start, lambda *_: None)
         tree.cache.has_load_slot = lambda: False  # type: ignore[method-assign]
         scheduler = Scheduler(num_waiting)

@@ -63,7 +63,7 @@ class Swapper:
         self._busy = busy
         residency.release_ahead = self.release_all
         self._plan: Plan | None = None
-        self._num_fetched = self._num_swapped_in = 0
+        self._num_read = self._num_fetched = self._num_swapped_in = 0
         """How far the lists of the plan have been followed."""
         self._graces: dict[int, _Grace] = {}
         self._resets = residency.core.resets
@@ -71,7 +71,7 @@ class Swapper:
     def follow(self, plan: Plan) -> None:
         """The lists of a new plan replace those of the one before."""
         self._plan = plan
-        self._num_fetched = 0 if self._settings.prefetch else len(plan.prefetch)
+        self._num_read = self._num_fetched = 0 if self._settings.prefetch else len(plan.prefetch)
         self._num_swapped_in = 0
 
     def stop(self) -> None:
@@ -89,6 +89,8 @@ class Swapper:
         plan = self._plan
         if plan is None:
             return
+        if self._num_read < len(plan.prefetch):
+            self._read_next(plan.prefetch[self._num_read])
         if self._num_fetched < len(plan.prefetch):
             self._fetch_next(plan.prefetch[self._num_fetched], now)
         elif self._num_swapped_in < len(plan.swap_in):
@@ -114,15 +116,22 @@ class Swapper:
 
     # ---- Steps ----
 
-    def _fetch_next(self, identity: str, now: float) -> None:
+    def _tier_of(self, identity: str) -> str | None:
         residency = self._residency
-        tier = None if residency.store.get(identity) is None else residency.tier_of(identity)
-        if tier == "host" and not residency.cache.is_load_path_idle():
+        return None if residency.store.get(identity) is None else residency.tier_of(identity)
+
+    def _read_next(self, identity: str) -> None:
+        """Reads wait for no copy: the disk is slower than the link."""
+        self._num_read += 1
+        if self._tier_of(identity) == "disk":
+            self.counters.reads_ahead += self._residency.read_ahead(identity)
+
+    def _fetch_next(self, identity: str, now: float) -> None:
+        residency, is_on_host = self._residency, self._tier_of(identity) == "host"
+        if is_on_host and not residency.cache.is_load_path_idle():
             return
         self._num_fetched += 1
-        if tier == "disk":
-            self.counters.reads_ahead += residency.read_ahead(identity)
-        elif tier == "host":
+        if is_on_host:
             lora_node = residency.swap_in_ahead(identity, self._prefetch_room)
             if lora_node is not None:
                 self.counters.swap_ins_ahead += 1

@@ -47,6 +47,21 @@ def test_prefetch_from_disk_to_the_gpu_in_order(tree: Tree) -> None:
     assert swapper.counters.reads_ahead == 3 and swapper.counters.swap_ins_ahead == 3
 
 
+def test_reads_do_not_wait_for_copies(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    swapper, wanted = make(tree), identities(tree, "abc")
+    assert tree.residency.start_reading(wanted[0])
+    tree.finish_reads()
+    tree.residency.poll()
+    monkeypatch.setattr(tree.cache, "is_load_path_idle", lambda: False)
+    swapper.follow(dataclasses.replace(PLAN, prefetch=tuple(wanted)))
+    step(tree, swapper, count=4)
+    assert [tree.residency.tier_of(name) for name in wanted] == ["host"] * 3
+    monkeypatch.undo()
+    step(tree, swapper, count=6)
+    tree.settle()
+    assert [tree.residency.tier_of(name) for name in wanted] == ["gpu"] * 3
+
+
 def test_prefetch_takes_little_from_history_and_nothing_from_running_requests(tree: Tree) -> None:
     running = Running(tree, "running", None, list(range(1, 150)))
     running.start()
