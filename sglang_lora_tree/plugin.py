@@ -30,6 +30,7 @@ def all_hooks() -> list[Hook]:
         manager_hooks,
         operation_hooks,
         request_hooks,
+        session_hooks,
     )
     from sglang_lora_tree.observability import http_hooks as tree_http_hooks
     from sglang_lora_tree.observability import state_hooks
@@ -45,6 +46,7 @@ def all_hooks() -> list[Hook]:
         manager_hooks,
         finish_hooks,
         layer_wait_hooks,
+        session_hooks,
         scheduler_hooks,
         pause_hooks,
         queue_hooks,

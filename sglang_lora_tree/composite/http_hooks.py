@@ -44,6 +44,7 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
+from sglang.srt.entrypoints.api_contract import generate_contract_error
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_lora_tree.composite.mix import MixError
@@ -123,6 +124,9 @@ def _take_mixes(body: MutableMapping[str, Any], naming: Naming, endpoint: Endpoi
         nested = {**parameters, "instances": body.get("instances")}
         mixes = take_mixes(nested, naming, prompt_fields=endpoint.prompt_fields)
         body["parameters"] = {name: value for name, value in nested.items() if name != "instances"}
+        error = generate_contract_error({"text": "", **body["parameters"]})  # SGLang asks it of /generate alone
+        if error is not None:
+            raise MixError(f"parameters: {error}")
         return mixes
     return take_mixes(body, naming, prompt_fields=endpoint.prompt_fields, model=endpoint.model)
 

@@ -184,7 +184,7 @@ def check_shapes(get: Callable[[str], Any], prompts: int | None) -> None:
         if not isinstance(one, Mapping):
             raise ValueError(f"sampling_params: an object is wanted, and {one!r:.100} is none")
         samples, patterns = one.get("n", 1), one.get("stop_regex")
-        if samples is not None and (not isinstance(samples, int) or samples < 1):
+        if "n" in one and (not isinstance(samples, int) or samples < 1):
             raise ValueError(f"sampling_params: n = {samples!r:.100}; give a whole number of at least 1")
         top_k = one.get("top_k")
         if isinstance(top_k, int) and top_k >= 1 << 31:
@@ -194,6 +194,55 @@ def check_shapes(get: Callable[[str], Any], prompts: int | None) -> None:
                 re.compile(pattern)
             except (TypeError, re.error, RecursionError, OverflowError) as error:
                 raise ValueError(f"sampling_params: stop_regex {pattern!r:.100} is no regular expression: {error}") from None
+
+
+LEAST_PENALTY = 1e-3
+"""Of ``repetition_penalty``: a log probability divided by less, then by a small temperature, is beyond float32."""
+SESSION_FIELDS: Mapping[str, type] = {"id": str, "rid": str, "offset": int, "replace": bool, "drop_previous_output": bool}
+
+
+def check_fields(get: Callable[[str], Any], vocab_size: int, prompt_length: int | None) -> None:
+    """Refuse what SGLang looks at in the scheduler only, which stops at it.
+
+    Args:
+        get: a field of one request by its name.
+        vocab_size: tokens of the model.
+        prompt_length: tokens; None if the prompt has none.
+
+    Raises:
+        ValueError: which field, and what it may be.
+    """
+    start, top = get("logprob_start_len"), get("top_logprobs_num")
+    if start is not None and (not isinstance(start, int) or start < -1):
+        raise ValueError(f"logprob_start_len = {start!r:.100}; give a place in the prompt, or -1 for its end")
+    if top is not None and not isinstance(top, int):
+        raise ValueError(f"top_logprobs_num = {top!r:.100}; give a whole number")
+    if (top or 0) > vocab_size:
+        raise ValueError(f"top_logprobs_num {top}: this model has {vocab_size} tokens; ask for no more")
+    params = get("sampling_params") or {}
+    penalty, stop_ids = params.get("repetition_penalty"), params.get("stop_token_ids")
+    if isinstance(penalty, float | int) and penalty < LEAST_PENALTY:
+        raise ValueError(f"sampling_params: repetition_penalty = {penalty!r:.100}; give {LEAST_PENALTY} to 2 (1: none)")
+    if params.get("min_new_tokens"):
+        for token in stop_ids if isinstance(stop_ids, list) else ():
+            if not isinstance(token, int) or not 0 <= token < vocab_size:
+                known = f"this model has tokens 0 to {vocab_size - 1}"
+                raise ValueError(f"sampling_params: stop_token_ids {token!r:.100} with min_new_tokens; {known}")
+    places = get("token_indices_to_pool")
+    if places is not None and not (
+        isinstance(places, list) and all(isinstance(place, int) and 0 <= place < (prompt_length or 0) for place in places)
+    ):
+        raise ValueError(f"token_indices_to_pool = {places!r:.100}; give places in the prompt, which has {prompt_length} tokens")
+    session = get("session_params")
+    if session is not None:
+        if not isinstance(session, Mapping):
+            raise ValueError(f"session_params: an object is wanted, and {session!r:.100} is none")
+        for field, value in session.items():
+            kind = SESSION_FIELDS.get(field)
+            if kind is None:
+                raise ValueError(f"session_params: there is no {field!r:.100}; it has {', '.join(SESSION_FIELDS)}")
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(f"session_params: {field} = {value!r:.100} is no {kind.__name__}")
 
 
 def _parse_field(field: str, value: Any, prompts: int | None, naming: Naming) -> list[Mix | None]:

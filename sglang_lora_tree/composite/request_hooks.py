@@ -23,9 +23,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.runtime_context import get_observability
 
 from sglang_lora_tree.composite.lora_id import decode_lora_id, encode_lora_id
-from sglang_lora_tree.composite.request_body import Naming, canonical_mixes, check_shapes, count_prompts, refuse_lora_id
+from sglang_lora_tree.composite.request_body import (
+    Naming,
+    canonical_mixes,
+    check_fields,
+    check_shapes,
+    count_prompts,
+    refuse_lora_id,
+)
 from sglang_lora_tree.config import current_settings
 
 DEFAULT_MODEL = "default"
@@ -79,22 +87,31 @@ def check_request(tokenizer_manager: Any, obj: Any, input_ids: Sequence[int] | N
     """BEFORE ``TokenizerManager._validate_one_request``: what one request could send to stop the scheduler for all.
 
     Raises:
-        ValueError: an empty prompt, tokens that the model does not have, more of them than it has, or embeddings in their place.
+        ValueError: an empty prompt, tokens that the model does not have, embeddings in their place, or a field of a form that
+            SGLang looks at in the scheduler only.
     """
     if current_settings() is None:
         return
-    if getattr(obj, "positional_embed_overrides", None) is not None:
+
+    def get(field: str) -> Any:
+        return getattr(obj, field, None)
+
+    if get("positional_embed_overrides") is not None:
         raise ValueError(
             "positional_embed_overrides: KV is found by token ids, and embeddings in their place are not shown to be exact: "
             "leave the field out"
         )
     vocab_size = tokenizer_manager.model_config.vocab_size
-    if (getattr(obj, "top_logprobs_num", None) or 0) > vocab_size:
-        raise ValueError(f"top_logprobs_num {obj.top_logprobs_num}: this model has {vocab_size} tokens; ask for no more")
+    check_fields(get, vocab_size, None if input_ids is None else len(input_ids))
+    if get_observability().enable_metrics:
+        known = get_observability().tokenizer_metrics_allowed_custom_labels or ()
+        unknown = [label for label in get("custom_labels") or () if label not in known]
+        if unknown:
+            raise ValueError(f"custom_labels: {unknown[0]!r:.100} is not among --tokenizer-metrics-allowed-custom-labels")
     if input_ids is None:
         return
     if len(input_ids) == 0:
-        if getattr(obj, "session_params", None) is None:  # a session goes before its request's prompt
+        if get("session_params") is None:  # a session goes before its request's prompt
             raise ValueError("the prompt is empty: send at least one token")
         return
     for token in (min(input_ids), max(input_ids)):

@@ -172,6 +172,7 @@ def test_an_internal_id_is_refused_whatever_its_type(value):
         (2, {"sampling_params": []}, "a list of 0 for a batch of 2"),
         (2, {"sampling_params": [{}, None]}, "an object is wanted, and None is none"),
         (None, {"sampling_params": {"n": 0}}, "n = 0; give a whole number"),
+        (None, {"sampling_params": {"n": None}}, "n = None; give a whole number"),
         (2, {"sampling_params": [{}, {"n": -1}]}, "n = -1; give"),
         (None, {"sampling_params": {"top_k": 2**31}}, "top_k = 2147483648; give a number of tokens"),
         (None, {"sampling_params": {"n": "1" * 500}}, "^.{,200}$"),
@@ -189,7 +190,7 @@ def test_fields_that_do_not_fit_the_prompts_are_named(prompts, fields, says):
     [
         (None, {}),
         (None, {"rid": "a", "sampling_params": {"n": 2, "top_k": 2**31 - 1, "stop_regex": ["a+", "b"]}}),
-        (2, {"rid": ["a", "b"], "sampling_params": [{"n": None}, {"stop_regex": "x"}]}),
+        (2, {"rid": ["a", "b"], "sampling_params": [{"n": 1}, {"stop_regex": "x"}]}),
         (2, {"sampling_params": {}}),
     ],
 )

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+from sglang.srt.runtime_context import get_context
 
 from sglang_lora_tree.composite.mix import MixError
 from sglang_lora_tree.composite.request_hooks import check_request
@@ -78,13 +79,26 @@ def test_one_mix_for_a_whole_batch_and_for_samples_of_one_prompt(tokenizer_manag
         ({"input_ids": [1, 100, 2]}, "there is no token 100"),
         ({"input_ids": [5], "top_logprobs_num": 101}, "top_logprobs_num 101: this model has 100 tokens"),
         ({"input_ids": [5], "positional_embed_overrides": [[1, [1.0]]]}, "positional_embed_overrides: "),
+        ({"input_ids": [5], "top_logprobs_num": [1, 2]}, "top_logprobs_num = "),
+        ({"input_ids": [5], "logprob_start_len": -2}, "logprob_start_len = -2; give a place in the prompt, or -1 for its end"),
+        ({"input_ids": [5], "logprob_start_len": [0, 1]}, "logprob_start_len = "),
+        ({"input_ids": [5], "sampling_params": {"repetition_penalty": 1e-36}}, "repetition_penalty = 1e-36; give 0.001 to 2"),
+        ({"input_ids": [5], "sampling_params": {"min_new_tokens": 1, "stop_token_ids": [100]}}, "stop_token_ids 100 with min"),
+        ({"input_ids": [5], "sampling_params": {"min_new_tokens": 1, "stop_token_ids": [-1]}}, "stop_token_ids -1 with min"),
+        ({"input_ids": [5], "token_indices_to_pool": [1]}, "token_indices_to_pool = .*which has 1 tokens"),
+        ({"input_ids": [5], "custom_labels": {"a": "b"}}, "custom_labels: 'a' is not among"),
+        ({"input_ids": [5], "session_params": {"id": []}}, r"session_params: id = \[\] is no str"),
+        ({"input_ids": [5], "session_params": {"id": "1", "rid": []}}, r"session_params: rid = \[\] is no str"),
+        ({"input_ids": [5], "session_params": {"id": "1", "offset": "x"}}, "session_params: offset = 'x' is no int"),
+        ({"input_ids": [5], "session_params": {"id": "1", "of": 1}}, "session_params: there is no 'of'; it has id, rid"),
+        ({"input_ids": [5], "session_params": "1"}, "session_params: an object is wanted"),
     ],
 )
 def test_a_request_that_would_stop_the_scheduler_is_refused(tokenizer_manager, fields, says):
     """SGLang's scheduler dies of each of them, on the CPU at least."""
     tokenizer_manager.model_config.vocab_size = 100
-    request = GenerateReqInput(sampling_params={}, **fields)
-    with pytest.raises(ValueError, match=says):
+    request = GenerateReqInput(**{"sampling_params": {}, **fields})
+    with get_context().override_server_args(enable_metrics=True), pytest.raises(ValueError, match=says):
         tokenizer_manager._validate_one_request(request, request.input_ids)
 
 

@@ -61,6 +61,12 @@ def test_a_request_that_would_stop_the_scheduler_is_a_400(client: Client) -> Non
         ({"text": "x", "rid": "HEALTH_CHECK_1"}, "the server's own"),
         ({"text": "x", "positional_embed_overrides": [[1, [1.0]]]}, "positional_embed_overrides"),
         ({"text": "x", "lora": [{"name": "math", "scale": 1e39}]}, "range of float32"),
+        ({"text": "x", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len = -2"),
+        ({"text": "x", "return_logprob": True, "top_logprobs_num": [1, 2]}, "top_logprobs_num = [1, 2]"),
+        ({"text": "x", "sampling_params": {"temperature": 1e-5, "repetition_penalty": 1e-36}}, "repetition_penalty"),
+        ({"text": "x", "sampling_params": {"min_new_tokens": 1, "stop_token_ids": [1000000]}}, "stop_token_ids 1000000"),
+        ({"text": "x", "return_logprob": True, "token_indices_to_pool": [5]}, "token_indices_to_pool = [5]"),
+        ({"text": "x", "session_params": {"id": []}}, "session_params: id = []"),
     ]
     with others(client):
         for body, says in bodies:
@@ -68,6 +74,19 @@ def test_a_request_that_would_stop_the_scheduler_is_a_400(client: Client) -> Non
             assert response.status_code == 400 and says in response.text, (body, response.text)
         response = client.complete(client.base, "x", logprobs=1000, lora="math")
         assert response.status_code == 400, response.text
+        for parameters in ({"sampling_params": {"regex": ["a"]}}, {"sampling_params": {"temperature": "hot"}}):
+            body = {"instances": [{"text": "x"}], "parameters": {"lora": "math", **parameters}}
+            response = client.server.post("/vertex_generate", body)
+            assert response.status_code == 400, response.text
+
+
+def test_numbers_that_are_none_stop_nobody(client: Client) -> None:
+    """Weights that overflow, and a bias beyond float32, next to others that sample too."""
+    params = {"max_new_tokens": 2, "temperature": 0.8, "top_p": 0.9}
+    with others(client):
+        for more in ({"lora": {"math": 1e30}}, {"sampling_params": {**params, "logit_bias": {"5": 1e39}}}):
+            response = client.server.post("/generate", {"text": "x", "lora": "math", "sampling_params": params, **more})
+            assert response.status_code == 200, response.text
 
 
 def test_what_sglang_refuses_in_the_scheduler_needs_no_adapter(client: Client) -> None:
@@ -132,6 +151,9 @@ def test_a_session_s_turns_have_mixes_of_their_own(client: Client) -> None:
     tokens = [server.post("/tokenize", {"prompt": prompt_of(text)}).json()["tokens"] for text in (QUESTION, "And Ann?")]
     alone = {"input_ids": tokens[0] + first["output_ids"] + tokens[1], "lora": MIX, "sampling_params": sampling}
     assert second["output_ids"] == server.post("/generate", alone).json()["output_ids"]
+    again = {"text": "x", "lora": "math", "sampling_params": sampling, "session_params": {"id": session, "replace": True}}
+    assert server.post("/generate", again).status_code == 200, "SGLang's scheduler stopped at a session that is begun anew"
+    assert client.native(lora="math")
     assert server.post("/close_session", {"session_id": session}).status_code == 200
 
 
