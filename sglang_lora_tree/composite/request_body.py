@@ -16,6 +16,8 @@ from typing import Any
 
 from sglang_lora_tree.composite.mix import Mix, MixError, decode_json, is_one_mix, parse_mix, refuse_repeats
 
+PER_PROMPT_FIELDS = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
+"""Fields that are for all prompts of a batch, or a list with one for each."""
 HEALTH_CHECK = "HEALTH_CHECK"
 """How ids of SGLang's own health checks begin."""
 MIX_FIELDS = ("lora_path", "lora", "merged_adapters")
@@ -176,10 +178,12 @@ def check_shapes(get: Callable[[str], Any], prompts: int | None) -> None:
         raise ValueError("input_embeds: is empty; give one list of numbers per token")
     if prompts is None and isinstance(get("rid"), list):
         raise ValueError("rid: a list for a single prompt; give text")
+    batch = "a single prompt" if prompts is None else f"a batch of {prompts}"
+    for field in PER_PROMPT_FIELDS:
+        value = get(field)
+        if isinstance(value, list) and len(value) != prompts:
+            raise ValueError(f"{field}: a list of {len(value)} for {batch}; give one for all, or one per prompt")
     params = get("sampling_params")
-    if isinstance(params, list) and len(params) != prompts:
-        batch = "a single prompt" if prompts is None else f"a batch of {prompts}"
-        raise ValueError(f"sampling_params: a list of {len(params)} for {batch}; give one object for all, or one per prompt")
     for one in params if isinstance(params, list) else [params or {}]:
         if not isinstance(one, Mapping):
             raise ValueError(f"sampling_params: an object is wanted, and {one!r:.100} is none")

@@ -170,6 +170,8 @@ def test_an_internal_id_is_refused_whatever_its_type(value):
         (None, {"input_embeds": [[]]}, "input_embeds: is empty"),
         (None, {"sampling_params": [{}]}, "a list of 1 for a single prompt"),
         (2, {"sampling_params": []}, "a list of 0 for a batch of 2"),
+        (2, {"return_logprob": [True]}, "return_logprob: a list of 1 for a batch of 2; give one for all, or one per prompt"),
+        (None, {"top_logprobs_num": [1, 2]}, "top_logprobs_num: a list of 2 for a single prompt"),
         (2, {"sampling_params": [{}, None]}, "an object is wanted, and None is none"),
         (None, {"sampling_params": {"n": 0}}, "n = 0; give a whole number"),
         (None, {"sampling_params": {"n": None}}, "n = None; give a whole number"),
@@ -192,6 +194,7 @@ def test_fields_that_do_not_fit_the_prompts_are_named(prompts, fields, says):
         (None, {"rid": "a", "sampling_params": {"n": 2, "top_k": 2**31 - 1, "stop_regex": ["a+", "b"]}}),
         (2, {"rid": ["a", "b"], "sampling_params": [{"n": 1}, {"stop_regex": "x"}]}),
         (2, {"sampling_params": {}}),
+        (2, {"return_logprob": [True, False], "logprob_start_len": [0, -1], "top_logprobs_num": 2}),
     ],
 )
 def test_fields_that_fit_pass(prompts, fields):
