@@ -34,8 +34,8 @@ from benchmarks.acceptance_small import (
     DECODE_GRAPHS,
     DEVICE,
     FLOAT32,
-    GRAPHS,
     ON_GPU,
+    PREFILL_GRAPHS,
     SMALL_ADAPTERS,
     SMALL_MIXES,
     Mix,
@@ -179,12 +179,11 @@ def compare_prefill_graphs(work: Path, label: str, dtype: str, environment: Mapp
     mixes = SMALL_MIXES if exact else SMALL_MIXES[1:]
     model, adapters = make_small(work)
     options = [*small_options(model, dtype=dtype), *tree_options(adapters)]
-    graphs = [*GRAPHS, "--cuda-graph-backend-prefill"]
     servers = {
         name: Server([*options, *arguments], work / f"{label}_{name}.log", environment)
         for name, arguments in (
-            ("on", [*graphs, "breakable", "--cuda-graph-max-bs-prefill", "2048"]),  # SGLang's own sizes up to there
-            ("off", [*graphs, "disabled"]),
+            ("on", PREFILL_GRAPHS),
+            ("off", DECODE_GRAPHS),
             ("eager", ["--attention-backend", "triton", "--disable-cuda-graph"]),
         )
     }

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import requests
 import torch
 
 from benchmarks import results
@@ -17,8 +15,8 @@ from benchmarks.acceptance_small import (
     DECODE_GRAPHS,
     DEVICE,
     FLOAT32,
-    GRAPHS,
     ON_GPU,
+    PREFILL_GRAPHS,
     SMALL_ADAPTERS,
     SMALL_MIXES,
     TIE,
@@ -64,13 +62,13 @@ def late_loads(work: Path) -> Records:
 
 def late_loads_graphs(work: Path) -> Records:
     """The same with prefill graphs."""
-    options = [*GRAPHS, "--cuda-graph-backend-prefill", "breakable", "--cuda-graph-max-bs-prefill", "2048"]
-    return check_late_loads(work, "late_loads_graphs", options)
+    return check_late_loads(work, "late_loads_graphs", PREFILL_GRAPHS)
 
 
 def check_late_loads(work: Path, label: str, graphs: Sequence[str]) -> Records:
     delay = {"SGLANG_TEST_HICACHE_H2D_DELAY_CYCLES": "40000000"} if ON_GPU else {}
-    records, came_with_batch = check_loads(work, label, graphs, {}, delay, "a pool layer every 20 ms")
+    how = "a pool layer every 20 ms" if ON_GPU else "copied at once, as the CPU does"
+    records, came_with_batch = check_loads(work, label, graphs, {}, delay, how)
     return [*records, results.record(f"came_with_batch/{label}", came_with_batch, "adapters", limit="value >= 24")]
 
 
@@ -100,7 +98,7 @@ def check_loads(
                 if round_number % 2:
                     push_out(server, rng, 1)
                 else:
-                    flush(server)
+                    server.flush()
                 asked = [
                     (random_prompt(rng, rng.randrange(10, 60)), rng.choice(MANY_MIXES), rng.choice((8, 24, 24, 96)))
                     for _ in range(32)
@@ -140,15 +138,6 @@ def check_loads(
         swap_in_record(label, counters),
     ]
     return records, counters["came_with_batch"]
-
-
-def flush(server: Server) -> None:
-    """Empty the cache: SGLang refuses for as long as something runs."""
-    for _ in range(100):
-        if requests.post(f"{server.url}/flush_cache", timeout=60).ok:
-            return
-        time.sleep(0.1)
-    raise RuntimeError("the server is never idle")
 
 
 def sample_load(server: Server) -> bool | None:

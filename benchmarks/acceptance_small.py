@@ -36,6 +36,8 @@ FLOAT32 = {
 
 GRAPHS = ["--attention-backend", "triton", "--cuda-graph-max-bs-decode", "32"]
 DECODE_GRAPHS = [*GRAPHS, "--cuda-graph-backend-prefill", "disabled"] if ON_GPU else []
+PREFILL_GRAPHS = [*GRAPHS, "--cuda-graph-backend-prefill", "breakable", "--cuda-graph-max-bs-prefill", "2048"]
+"""Of SGLang's own sizes up to there."""
 
 SMALL_ADAPTERS: dict[str, dict[str, Any]] = {
     "a": {"r": 16, "lora_alpha": 32, "target_modules": ALL_LINEAR},

@@ -116,6 +116,18 @@ class ServerProcess:
         """What the scheduler process says about its tree (a summary, from /server_info)."""
         return requests.get(f"{self.url}/server_info", timeout=60).json()["internal_states"][0]["lora_tree"]
 
+    def flush(self, seconds: float = 60) -> None:
+        """Empty the cache. SGLang refuses while something runs, so wait for that.
+
+        Raises:
+            RuntimeError: something runs all the time.
+        """
+        deadline = time.monotonic() + seconds
+        while not requests.post(f"{self.url}/flush_cache", timeout=60).ok:
+            if time.monotonic() >= deadline:
+                raise RuntimeError(f"the server is never idle: {self.tree()}")
+            time.sleep(0.1)
+
     def memory(self) -> int:
         """Resident bytes of all its processes."""
         root = psutil.Process(self.process.pid)

@@ -78,8 +78,6 @@ def enable(settings: Settings, options: MutableMapping[str, Any], given_max_lora
 
     check_hooks()
     publish_settings(settings)
-    # A mix of huge weights makes logits that are no numbers, and sampling from them would stop the server.
-    os.environ.setdefault("SGLANG_SANITIZE_NAN_LOGITS", "1")
     # SGLang kills its scheduler where the server is interrupted, and an engine's always: this process ends after it.
     atexit.register(remove_all_leftovers, settings.spool_dir)
     options.update(

@@ -118,6 +118,8 @@ def check_scheduler(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> 
     if not isinstance(scheduler.tree_cache, LoraTreeCache):
         raise RuntimeError(f"--lora-tree: the prefix cache is a {type(scheduler.tree_cache).__name__}")
     check_base_weights(scheduler.tp_worker.model_runner.model)
+    # A mix of huge weights makes logits that are no numbers, and sampling from them would stop this process.
+    os.environ.setdefault("SGLANG_SANITIZE_NAN_LOGITS", "1")
     scheduler_hooks.attach(scheduler)
     plan_hooks.attach(scheduler, is_entry_rank=get_parallel().attn_tp_rank == 0)
 

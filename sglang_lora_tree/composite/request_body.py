@@ -21,6 +21,9 @@ PER_PROMPT_FIELDS = ("sampling_params", "return_logprob", "logprob_start_len", "
 HEALTH_CHECK = "HEALTH_CHECK"
 """How ids of SGLang's own health checks begin."""
 MIX_FIELDS = ("lora_path", "lora", "merged_adapters")
+LEAST_PENALTY = 1e-3
+"""Of ``repetition_penalty``: a log probability divided by less, then by a small temperature, is beyond float32."""
+SESSION_FIELDS: Mapping[str, type] = {"id": str, "rid": str, "offset": int, "replace": bool, "drop_previous_output": bool}
 
 
 class UnknownModelError(MixError):
@@ -188,7 +191,7 @@ def check_shapes(get: Callable[[str], Any], prompts: int | None) -> None:
         if not isinstance(one, Mapping):
             raise ValueError(f"sampling_params: an object is wanted, and {one!r:.100} is none")
         samples, patterns = one.get("n", 1), one.get("stop_regex")
-        if "n" in one and (not isinstance(samples, int) or samples < 1):
+        if not isinstance(samples, int) or samples < 1:
             raise ValueError(f"sampling_params: n = {samples!r:.100}; give a whole number of at least 1")
         top_k = one.get("top_k")
         if isinstance(top_k, int) and top_k >= 1 << 31:
@@ -200,18 +203,12 @@ def check_shapes(get: Callable[[str], Any], prompts: int | None) -> None:
                 raise ValueError(f"sampling_params: stop_regex {pattern!r:.100} is no regular expression: {error}") from None
 
 
-LEAST_PENALTY = 1e-3
-"""Of ``repetition_penalty``: a log probability divided by less, then by a small temperature, is beyond float32."""
-SESSION_FIELDS: Mapping[str, type] = {"id": str, "rid": str, "offset": int, "replace": bool, "drop_previous_output": bool}
-
-
-def check_fields(get: Callable[[str], Any], vocab_size: int, prompt_length: int | None) -> None:
+def check_fields(get: Callable[[str], Any], vocab_size: int) -> None:
     """Refuse what SGLang looks at in the scheduler only, which stops at it.
 
     Args:
         get: a field of one request by its name.
         vocab_size: tokens of the model.
-        prompt_length: tokens; None if the prompt has none.
 
     Raises:
         ValueError: which field, and what it may be.
@@ -232,21 +229,25 @@ def check_fields(get: Callable[[str], Any], vocab_size: int, prompt_length: int 
             if not isinstance(token, int) or not 0 <= token < vocab_size:
                 known = f"this model has tokens 0 to {vocab_size - 1}"
                 raise ValueError(f"sampling_params: stop_token_ids {token!r:.100} with min_new_tokens; {known}")
-    places = get("token_indices_to_pool")
-    if places is not None and not (
-        isinstance(places, list) and all(isinstance(place, int) and 0 <= place < (prompt_length or 0) for place in places)
-    ):
-        raise ValueError(f"token_indices_to_pool = {places!r:.100}; give places in the prompt, which has {prompt_length} tokens")
+    if get("token_indices_to_pool") is not None:
+        raise ValueError(
+            "token_indices_to_pool (setwise scores): SGLang looks for these places in what it has just computed, and of a prompt "
+            "with history KV, or one in chunks, that is a part: leave the field out, and score items one by one"
+        )
     session = get("session_params")
     if session is not None:
-        if not isinstance(session, Mapping):
-            raise ValueError(f"session_params: an object is wanted, and {session!r:.100} is none")
-        for field, value in session.items():
-            kind = SESSION_FIELDS.get(field)
-            if kind is None:
-                raise ValueError(f"session_params: there is no {field!r:.100}; it has {', '.join(SESSION_FIELDS)}")
-            if value is not None and not isinstance(value, kind):
-                raise ValueError(f"session_params: {field} = {value!r:.100} is no {kind.__name__}")
+        _check_session(session)
+
+
+def _check_session(session: Any) -> None:
+    if not isinstance(session, Mapping):
+        raise ValueError(f"session_params: an object is wanted, and {session!r:.100} is none")
+    for field, value in session.items():
+        kind = SESSION_FIELDS.get(field)
+        if kind is None:
+            raise ValueError(f"session_params: there is no {field!r:.100}; it has {', '.join(SESSION_FIELDS)}")
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"session_params: {field} = {value!r:.100} is no {kind.__name__}")
 
 
 def _parse_field(field: str, value: Any, prompts: int | None, naming: Naming) -> list[Mix | None]:

@@ -102,7 +102,7 @@ def check_request(tokenizer_manager: Any, obj: Any, input_ids: Sequence[int] | N
             "leave the field out"
         )
     vocab_size = tokenizer_manager.model_config.vocab_size
-    check_fields(get, vocab_size, None if input_ids is None else len(input_ids))
+    check_fields(get, vocab_size)
     if get_observability().enable_metrics:
         known = get_observability().tokenizer_metrics_allowed_custom_labels or ()
         unknown = [label for label in get("custom_labels") or () if label not in known]

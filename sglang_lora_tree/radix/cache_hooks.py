@@ -316,23 +316,19 @@ class LoraTreeCache(UnifiedRadixCache):
 
     def submit_loads(self) -> None:
         """Start the queued copies although no batch was formed to wait for them."""
-        if self.cache_controller.load_queue:
+        if self.has_queued_loads:
             super().ready_to_load_host_cache()
 
     def load_back(self, *args: Any, **kwargs: Any) -> bool:
         """As SGLang's, but no: while as many loads are under way as it has events for. It would stop at the next one; so a
         prompt's history KV is computed again."""
-        controller = self.cache_controller
-        if controller is not None and len(controller.ack_load_queue) >= controller.layer_done_counter.num_counters:
-            return False
-        return super().load_back(*args, **kwargs)
+        return self.has_free_load_back_slot() and super().load_back(*args, **kwargs)
 
     def ready_to_load_host_cache(self) -> int:
         """What SGLang calls for a batch that it has formed: start the queued copies, which its forward pass waits for."""
-        self.coming = self.queued_adapters if self.waits_by_layer and self.cache_controller.load_queue else []
-        if self.coming:
-            self._awaited.update(lora_node.node.id for lora_node in self.coming)
-            self.num_came_with_batch += len(self.coming)
+        self.coming = self.queued_adapters if self.waits_by_layer and self.has_queued_loads else []
+        self._awaited.update([lora_node.node.id for lora_node in self.coming])
+        self.num_came_with_batch += len(self.coming)
         return super().ready_to_load_host_cache()
 
     @property

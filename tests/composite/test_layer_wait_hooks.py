@@ -1,5 +1,6 @@
 """No row of an adapter that comes in with a prefill is read before it is there."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,25 +9,16 @@ import torch
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from sglang_lora_tree.adapters.base_shape import MODULES, BaseShape
+from sglang_lora_tree.adapters.base_shape import MODULES
 from sglang_lora_tree.composite import backend_hooks
 from sglang_lora_tree.composite.layer_wait_hooks import LayerWait, is_hooked, wait_for_next_layer
 from sglang_lora_tree.kernels.pool import PoolView
 from sglang_lora_tree.kernels.table import AdapterTable
 from sglang_lora_tree.radix.layout import Outline, Packer, PoolShape
+from tests.radix.tree import BASE
 
 NUM_LAYERS = 4
-BASE = BaseShape.from_hf_config(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 16,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 24,
-        "num_hidden_layers": NUM_LAYERS,
-        "vocab_size": 64,
-    }
-)
+PACKER = Packer(dataclasses.replace(BASE, num_layers=NUM_LAYERS), PoolShape(NUM_LAYERS, 8, 1))
 
 
 class Counter:
@@ -68,8 +60,7 @@ def backend(monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_every_layer_finds_its_rows_and_the_pass_leaves_none_behind(case, backend):
     """Rows as the packer lays them out; a pass as SGLang makes it: prepared, then layer after layer, attention in each."""
-    packer = Packer(BASE, PoolShape(NUM_LAYERS, 8, 1))
-    layouts = [packer.plan(Outline("", rank, np.ones(rank.shape, np.float32))) for rank in CASES[case]]
+    layouts = [PACKER.plan(Outline("", rank, np.ones(rank.shape, np.float32))) for rank in CASES[case]]
     counter = Counter()
     wait = LayerWait.of(counter, layouts)
     backend.prepare([1], [()], use_decode_graph=False, layer_wait=wait)

@@ -97,10 +97,6 @@ class Server(ServerProcess):
     def unload(self, name: str) -> requests.Response:
         return self.post("/unload_lora_adapter", {"lora_name": name})
 
-    def flush(self) -> None:
-        """Empty the cache; SGLang refuses while something runs, so wait for that."""
-        wait_until(lambda: self.post("/flush_cache").status_code == 200, 60, lambda: f"the server is never idle: {self.tree()}")
-
     # ---- What must hold when nothing runs ----
 
     def check_at_rest(self) -> None:

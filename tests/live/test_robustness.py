@@ -66,7 +66,8 @@ def test_a_request_that_would_stop_the_scheduler_is_a_400(client: Client) -> Non
         ({"text": ["x", "y"], "return_logprob": [True]}, "return_logprob: a list of 1 for a batch of 2"),
         ({"text": "x", "sampling_params": {"temperature": 1e-5, "repetition_penalty": 1e-36}}, "repetition_penalty"),
         ({"text": "x", "sampling_params": {"min_new_tokens": 1, "stop_token_ids": [1000000]}}, "stop_token_ids 1000000"),
-        ({"text": "x", "return_logprob": True, "token_indices_to_pool": [5]}, "token_indices_to_pool = [5]"),
+        ({"text": "x", "return_logprob": True, "token_indices_to_pool": [5]}, "token_indices_to_pool (setwise scores)"),
+        ({"text": "x", "return_logprob": True, "token_indices_to_pool": [0]}, "token_indices_to_pool (setwise scores)"),
         ({"text": "x", "session_params": {"id": []}}, "session_params: id = []"),
     ]
     with others(client):
